@@ -1,0 +1,59 @@
+#!/usr/bin/env python3
+"""Sets up the environment, then runs the linters, the type checker and the tests.
+
+Arguments go to pytest, and then only pytest runs: `python3 scripts/run_tests.py tests/test_x.py -k
+name`. The exit status is that of the first step that fails.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import fetch_model
+from setup_env import ensure_environment
+from setup_steps import OFFLINE_ENVIRONMENT, ROOT, VENV_PYTHON, SetupError
+
+CHECKS = (
+    ("ruff", "check", "."),
+    ("ruff", "format", "--check", "."),
+    # The folders to check are in pyproject.toml.
+    ("mypy",),
+)
+
+
+def _run(*command: str) -> int:
+    # Before the child prints, so that a log which both write to is in order.
+    print(f"\n==> {' '.join(command)}", flush=True)
+    return subprocess.run([str(VENV_PYTHON), "-m", *command], cwd=ROOT).returncode
+
+
+def main(pytest_arguments: list[str]) -> int:
+    """Run every step, or with arguments only pytest, and return the exit status."""
+    try:
+        ensure_environment({"model", "test"})
+    except SetupError as error:
+        print(f"\nerror: {error}", file=sys.stderr)
+        return 1
+    # As a process of its own: this one may be the bare Python, which can't convert the model.
+    script = Path(__file__).with_name("fetch_model.py")
+    if status := subprocess.run([str(VENV_PYTHON), str(script)]).returncode:
+        return status
+    for check in () if pytest_arguments else CHECKS:
+        if status := _run(*check):
+            return status
+    os.chdir(ROOT)
+    environment = {**os.environ, **OFFLINE_ENVIRONMENT}
+    environment["VLLM_H2O_MODEL"] = str(fetch_model.DEFAULT_TARGET)
+    print(f"\n==> pytest {' '.join(pytest_arguments)}", flush=True)
+    # In place of this process: its exit status is pytest's, and so is the end of its output.
+    os.execve(VENV_PYTHON, [str(VENV_PYTHON), "-m", "pytest", *pytest_arguments], environment)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)

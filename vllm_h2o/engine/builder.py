@@ -1,0 +1,103 @@
+"""Metadata builder: shows kernels only live blocks, and plans what the layers do after attention."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_h2o.engine.compat import (
+    AttentionSpec,
+    CommonAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+    VllmConfig,
+    init_logger,
+)
+from vllm_h2o.engine.ring_memory import allocate_rings
+from vllm_h2o.engine.spec import H2OSpec
+from vllm_h2o.query_ring import QueryRing, num_ring_slots
+from vllm_h2o.step_plan import Batch, StepPlanner
+from vllm_h2o.trace import TraceLog
+
+logger = init_logger("vllm.h2o.builder")
+
+PLAN_ATTRIBUTE = "kv_policy_plan"
+"""Attribute of the wrapped backend's metadata that carries the ``StepPlan`` to the layers."""
+
+
+class H2OCPUMetadataBuilder(CPUAttentionMetadataBuilder):
+    """vLLM's CPU builder; groups whose spec isn't ours (sliding window) pass through it untouched."""
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.planner: StepPlanner | None = None
+        if not isinstance(kv_cache_spec, H2OSpec):
+            return
+        if self.isa == "amx":
+            # AMX packs K in pairs and V in tiles; "vec" is the layout that vllm_h2o.layout reads.
+            self.isa = "vec"
+            self._set_isa_to_layers(layer_names)
+            logger.info_once("KV policy: attention uses AVX-512 kernels instead of AMX.")
+        assert self.isa in ("vec", "vec16"), self.isa
+        policy = kv_cache_spec.policy
+        num_slots = num_ring_slots(vllm_config.scheduler_config.max_num_seqs)
+        allocate_rings(vllm_config, layer_names, num_slots * policy.block_size)
+        self.planner = StepPlanner(
+            policy,
+            QueryRing(num_slots, policy.block_size),
+            device,
+            TraceLog() if policy.trace else None,
+        )
+        self._lost_queries_logged = 0
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> Any:
+        """vLLM's metadata for the live blocks, with the step's plan attached."""
+        if self.planner is None:
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        batch = self.planner.batch(
+            # An upper bound only under speculative decoding, which is refused.
+            common_attn_metadata.seq_lens_cpu_upper_bound.numpy().astype(np.int64),
+            common_attn_metadata.query_start_loc_cpu.numpy().astype(np.int64),
+            common_attn_metadata.block_table_tensor.numpy(),
+        )
+        plan = self.planner.plan(batch)
+        if batch.has_gap:
+            common_attn_metadata = self._without_gap(common_attn_metadata, batch)
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        setattr(metadata, PLAN_ATTRIBUTE, plan)
+        self._report_lost_queries()
+        return metadata
+
+    def _without_gap(self, common: CommonAttentionMetadata, batch: Batch) -> CommonAttentionMetadata:
+        """Live table and shortened lengths. Positions and slot mapping stay logical."""
+        gap_tokens = torch.from_numpy(batch.gap_blocks * self.block_size).to(common.seq_lens.dtype)
+        seq_lens = common.seq_lens - gap_tokens
+        assert common.seq_lens_cpu_upper_bound is not None
+        return common.replace(
+            block_table_tensor=torch.from_numpy(np.ascontiguousarray(batch.live_table)),
+            seq_lens=seq_lens,
+            seq_lens_cpu_upper_bound=common.seq_lens_cpu_upper_bound - gap_tokens,
+            max_seq_len=int(seq_lens.max()),
+            _num_computed_tokens_cache=None,
+        )
+
+    def _report_lost_queries(self) -> None:
+        assert self.planner is not None
+        lost = self.planner.ring.lost_queries
+        if lost > self._lost_queries_logged:
+            logger.warning(
+                "KV policy: %d decode queries were not scored so far, because more requests ended while "
+                "theirs was paused than there are query slots; raise --max-num-seqs to get more slots.",
+                lost,
+            )
+            self._lost_queries_logged = lost

@@ -1,0 +1,62 @@
+"""``--kv-policy`` and its companions on every vLLM command that takes engine arguments.
+
+vLLM loads general plugins before it builds its parser, so wrapping ``EngineArgs.add_cli_args`` adds the
+flags, and wrapping ``from_cli_args`` moves their values into ``additional_config``, which reaches every
+process. ``--config file.yaml`` works because vLLM turns the file into flags.
+"""
+
+import argparse
+from dataclasses import fields
+from typing import Any
+
+from vllm_h2o import policies
+from vllm_h2o.config import CONFIG_KEY, GRANULARITIES, KVPolicySettings, flag_of
+
+GROUP = "KV cache policy (vllm-h2o)"
+
+_HELP = {
+    "name": f"Bound the KV cache of every request with this policy: {', '.join(policies.names())}.",
+    "budget": "Most tokens whose KV a request keeps after a step: a count (512), or a fraction of "
+    "--max-model-len (0.2, the default). Rounded up to whole blocks.",
+    "recent": "Newest tokens that are never dropped: a count, or a fraction of the budget (default 0.5).",
+    "pin_tokens": "First tokens that are never dropped, and the only ones that prefix caching shares; "
+    "rounded up to whole blocks (default: one block).",
+    "granularity": f"Drop single tokens or whole blocks: {', '.join(GRANULARITIES)} (default token).",
+    "score_half_life": "Age in tokens at which a query's attention counts half in the scores "
+    "(default: none, the paper's plain sum).",
+    "score_pool": "Odd number of neighbouring tokens whose highest score a token is ranked by "
+    "(default 1: its own, as in the paper).",
+}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags under a heading of their own. Values are checked later, with the other source."""
+    group = parser.add_argument_group(GROUP, "Evicts KV cache blocks by attention scores.")
+    for field, text in _HELP.items():
+        group.add_argument(flag_of(field), dest=_dest(field), default=None, help=text)
+
+
+def settings_from_args(args: argparse.Namespace) -> KVPolicySettings:
+    """What the flags say; fields without a flag, or whose flag wasn't given, are None."""
+    return KVPolicySettings(**{field: getattr(args, _dest(field), None) for field in _HELP})
+
+
+def with_flags(additional_config: Any, args: argparse.Namespace) -> Any:
+    """``additional_config`` with the flags merged in; returned as it is when there is nothing to add.
+
+    Raises:
+        ConfigError: the two contradict each other, or settings are given without a policy.
+    """
+    written = KVPolicySettings.from_additional_config(additional_config)
+    settings = KVPolicySettings.merge(settings_from_args(args), written)
+    if settings == KVPolicySettings():
+        return additional_config
+    given = {f.name: getattr(settings, f.name) for f in fields(settings)}
+    return {
+        **(additional_config or {}),
+        CONFIG_KEY: {name: value for name, value in given.items() if value is not None},
+    }
+
+
+def _dest(field: str) -> str:
+    return "kv_policy" if field == "name" else f"kv_{field}"

@@ -1,0 +1,143 @@
+"""What eviction can't serve, said before the first request; all reasons in one error."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from vllm_h2o.config import KVPolicyConfig
+from vllm_h2o.engine import backend
+from vllm_h2o.engine.compat import (
+    CPU_WORKER,
+    Attention,
+    AttentionLayerBase,
+    AttentionType,
+    CpuArchEnum,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+    VllmConfig,
+    current_platform,
+    get_layers_from_vllm_config,
+)
+from vllm_h2o.errors import Refusal, RefusedError
+
+_PLAIN = "Serve this model without --kv-policy."
+
+
+def refuse_engine(vllm_config: VllmConfig, policy_name: str) -> None:
+    """Raise RefusedError with every reason that the configuration alone shows."""
+    refusals = [*_platform(vllm_config), *_features(vllm_config), *_model_config(vllm_config)]
+    if refusals:
+        raise RefusedError(policy_name, refusals)
+
+
+def refuse_model(vllm_config: VllmConfig, policy: KVPolicyConfig) -> None:
+    """Raise RefusedError with every reason that only the loaded layers show."""
+    refusals = list(_layers(vllm_config)) if policy.evicts else []
+    if refusals:
+        raise RefusedError(policy.name, refusals)
+
+
+def _platform(vllm_config: VllmConfig) -> Iterator[Refusal]:
+    if not current_platform.is_cpu():
+        yield Refusal(
+            "only the CPU backend is supported so far",
+            current_platform.device_name,
+            "Use a CPU machine.",
+        )
+        return
+    architecture = current_platform.get_cpu_architecture()
+    if architecture != CpuArchEnum.X86:
+        yield Refusal(
+            "the KV cache layout of this CPU is not supported",
+            architecture.name,
+            "Use an x86-64 machine.",
+        )
+    worker_cls = vllm_config.parallel_config.worker_cls
+    if worker_cls != CPU_WORKER:
+        yield Refusal("a custom worker class", f"--worker-cls {worker_cls}", "Drop it.")
+    foreign = backend.foreign_override()
+    if foreign is not None:
+        yield Refusal(
+            "another plugin replaces the CPU attention backend",
+            foreign,
+            "Leave it out of VLLM_PLUGINS.",
+        )
+
+
+def _features(vllm_config: VllmConfig) -> Iterator[Refusal]:
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    if vllm_config.speculative_config is not None:
+        method = vllm_config.speculative_config.method
+        yield Refusal("speculative decoding", str(method), "Drop --speculative-config.")
+    if vllm_config.kv_transfer_config is not None:
+        connector = vllm_config.kv_transfer_config.kv_connector
+        yield Refusal("KV connectors", str(connector), "Drop --kv-transfer-config.")
+    if cache.kv_offloading_size is not None:
+        yield Refusal("KV offloading", f"{cache.kv_offloading_size} GiB", "Drop --kv-offloading-size.")
+    for flag, size in (
+        ("decode-context-parallel-size", parallel.decode_context_parallel_size),
+        ("prefill-context-parallel-size", parallel.prefill_context_parallel_size),
+    ):
+        if size > 1:
+            yield Refusal("context parallelism", f"--{flag} {size}", "Set it to 1.")
+    if cache.cache_dtype not in ("auto", "bfloat16", "float16"):
+        yield Refusal("quantised KV caches", cache.cache_dtype, "Use --kv-cache-dtype auto.")
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager and _has_sliding_window(vllm_config):
+        yield Refusal(
+            "a model with sliding-window layers without vLLM's hybrid KV cache manager",
+            "disable_hybrid_kv_cache_manager=True",
+            "Drop --disable-hybrid-kv-cache-manager (and KV events, which switch it off).",
+        )
+
+
+def _model_config(vllm_config: VllmConfig) -> Iterator[Refusal]:
+    model = vllm_config.model_config
+    name = type(model.hf_config).__name__
+    if model.runner_type != "generate":
+        yield Refusal("pooling models", f"--runner {model.runner_type}", _PLAIN)
+    if model.is_encoder_decoder:
+        yield Refusal("encoder-decoder models", name, _PLAIN)
+    if model.use_mla:
+        yield Refusal("multi-head latent attention (MLA)", name, _PLAIN)
+    if model.is_attention_free:
+        yield Refusal("models without attention", name, _PLAIN)
+    elif model.is_hybrid:
+        yield Refusal("models with state-space or linear-attention layers", name, _PLAIN)
+    if model.is_mm_prefix_lm:
+        yield Refusal("models with bidirectional attention over images", name, _PLAIN)
+    if _uses_alibi(model.hf_text_config):
+        yield Refusal("ALiBi position biases", name, _PLAIN)
+
+
+def _layers(vllm_config: VllmConfig) -> Iterator[Refusal]:
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    num_full = 0
+    for layer_name, layer in layers.items():
+        if not isinstance(layer, Attention):
+            yield Refusal("attention layers of another kind", f"{layer_name}: {type(layer).__name__}", _PLAIN)
+            continue
+        spec = layer.get_kv_cache_spec(vllm_config)
+        if isinstance(spec, SlidingWindowSpec) or spec is None:
+            continue
+        if layer.kv_sharing_target_layer_name is not None:
+            target = layer.kv_sharing_target_layer_name
+            yield Refusal("layers that share KV", f"{layer_name} uses {target}", _PLAIN)
+        elif layer.attn_type != AttentionType.DECODER:
+            yield Refusal("attention that isn't causal", f"{layer_name}: {layer.attn_type}", _PLAIN)
+        elif getattr(layer.impl, "alibi_slopes", None) is not None:
+            yield Refusal("ALiBi position biases", layer_name, _PLAIN)
+        elif type(spec) is not FullAttentionSpec:
+            yield Refusal("KV caches of another kind", f"{layer_name}: {type(spec).__name__}", _PLAIN)
+        elif layer.attn_backend is not backend.H2OCPUAttentionBackend:
+            yield Refusal("attention backends that aren't wrapped", layer.attn_backend.get_name(), _PLAIN)
+        else:
+            num_full += 1
+    if not num_full:
+        yield Refusal("a model with no full-attention layer: there is nothing to evict", "none", _PLAIN)
+
+
+def _uses_alibi(text_config: Any) -> bool:
+    return bool(getattr(text_config, "alibi", False)) or getattr(text_config, "model_type", "") == "bloom"
+
+
+def _has_sliding_window(vllm_config: VllmConfig) -> bool:
+    return getattr(vllm_config.model_config.hf_text_config, "sliding_window", None) is not None

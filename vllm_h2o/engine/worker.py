@@ -1,0 +1,93 @@
+"""CPU worker: switches the policy on in its process, sizes memory for it, checks the loaded model."""
+
+from typing import Any
+
+# Not in compat: importing vLLM's worker starts its CPU runtime, which only a worker process may do.
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_h2o.config import KVPolicyConfig
+from vllm_h2o.engine import backend
+from vllm_h2o.engine.builder import H2OCPUMetadataBuilder
+from vllm_h2o.engine.compat import KVCacheSpec, init_logger
+from vllm_h2o.engine.refusals import refuse_model
+from vllm_h2o.engine.ring_memory import ring_bytes
+from vllm_h2o.engine.spec import H2OSpec, evicting
+from vllm_h2o.errors import ConfigError
+from vllm_h2o.layout import side_bytes_per_block
+
+logger = init_logger("vllm.h2o.worker")
+
+
+class H2OCPUWorker(CPUWorker):
+    """``CPUWorker`` under a KV policy; chosen through ``worker_cls``, so other engines never see it."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        policy = KVPolicyConfig.from_additional_config(vllm_config.additional_config)
+        assert policy is not None, "this worker is only for engines with a KV policy"
+        self.kv_policy = policy
+        backend.activate()
+        super().__init__(vllm_config, *args, **kwargs)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model and refuse, all reasons at once, what eviction can't serve."""
+        super().load_model(*args, **kwargs)
+        refuse_model(self.vllm_config, self.kv_policy)
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """vLLM's specs with the full-attention ones replaced by ours."""
+        specs = super().get_kv_cache_spec()
+        return {name: evicting(spec, self.kv_policy) for name, spec in specs.items()}
+
+    def determine_available_memory(self) -> int:
+        """vLLM's figure less the memory of the kept queries, so that both fit what the user granted."""
+        available: int = super().determine_available_memory()
+        evicted = {n: s for n, s in self.get_kv_cache_spec().items() if isinstance(s, H2OSpec)}
+        rings = ring_bytes(self.vllm_config, self.kv_policy, list(evicted))
+        if self.is_driver_worker:
+            self._log_policy(evicted, rings)
+        if rings >= available:
+            raise ConfigError(
+                "--max-num-seqs", self.vllm_config.scheduler_config.max_num_seqs,
+                f"the kept queries of that many requests need {rings} bytes and the KV cache has {available}",
+                "Lower it, or give the KV cache more memory",
+            )  # fmt: skip
+        return available - rings
+
+    def _log_policy(self, evicting_layers: dict[str, H2OSpec], rings: int) -> None:
+        policy = self.kv_policy
+        if not policy.evicts:
+            logger.info(
+                "KV policy %s: budget %d tokens covers max_model_len %d, so nothing is evicted or scored",
+                policy.name, policy.budget_tokens, policy.max_model_len,
+            )  # fmt: skip
+            return
+        scores = sum(
+            side_bytes_per_block(spec.num_kv_heads, spec.block_size, positions=policy.tracks_positions)
+            for spec in evicting_layers.values()
+        )
+        logger.info(
+            "KV policy %s: budget %d tokens of max_model_len %d, recent %d, pinned %d (%d blocks), block size "
+            "%d, granularity %s, score half-life %s, pool %d; %d evicting layers, scores take %d bytes per "
+            "block inside the KV cache, kept queries %.1f MiB beside it; prefix caching shares only the "
+            "pinned tokens, because all others change when tokens are dropped",
+            policy.name, policy.budget_tokens, policy.max_model_len, policy.recent_tokens,
+            policy.pinned_tokens, policy.pinned_blocks, policy.block_size, policy.granularity,
+            policy.score_half_life_tokens or "none", policy.score_pool, len(evicting_layers), scores,
+            rings / 2**20,
+        )  # fmt: skip
+
+    def take_kv_trace(self) -> list[dict[str, list[Any]]]:
+        """What ``trace`` recorded since the last call, one entry per KV cache group (debugging)."""
+        builders = [
+            builder
+            for groups in self.model_runner.attn_groups
+            for group in groups
+            for builder in group.metadata_builders
+        ]
+        return [
+            builder.planner.trace.take()
+            for builder in builders
+            if isinstance(builder, H2OCPUMetadataBuilder)
+            and builder.planner is not None
+            and builder.planner.trace is not None
+        ]

@@ -1,0 +1,29 @@
+"""H2O: heavy hitters by accumulated attention, next to a recent window."""
+
+import numpy as np
+
+from vllm_h2o.policies.base import FloatArray, IntArray, Policy
+
+
+class H2OPolicy(Policy):
+    """Heavy-Hitter Oracle (arXiv 2306.14048, section 4): score = sum of the attention a token received.
+
+    Formula: ``sum over queries that saw the token of p(query, token)``, summed over the query heads of its
+    KV head; survivors keep their sum, evicted tokens forget theirs. Direction: higher = keep. The paper's
+    split into heavy and recent halves is ``--kv-recent 0.5`` (default).
+
+    With a half-life ``h`` a query that is ``a`` tokens old counts ``0.5 ** (a / h)``, which is applied as a
+    decay of the stored sums and is exact for prefill and decode alike. Without one this is the paper.
+
+    Limits: sums favour tokens that were attended to early and often; a fact that only the last question
+    asks for can be dropped (a half-life and pooling help with that).
+    """
+
+    def query_weights(self, ages_tokens: IntArray) -> FloatArray:
+        half_life = self.config.score_half_life_tokens
+        if half_life is None:
+            return np.ones(ages_tokens.shape, dtype=np.float32)
+        return np.exp2(-ages_tokens / half_life).astype(np.float32)
+
+    def decay(self, num_queries: IntArray) -> FloatArray:
+        return self.query_weights(num_queries)
