@@ -8,6 +8,7 @@ and the model (a few minutes, mostly downloads); later ones start the server at 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -26,14 +27,14 @@ MODEL_NAME = "SmolLM2-135M-Instruct"
 BUDGET_TOKENS = 512
 BLOCK_TOKENS = 32
 NUM_BLOCKS = 150
-# Room for those blocks: 23,040 bytes a token of this model come to 111 MB. Without it the server would
-# claim most of the machine's memory, and not start when some of that is in use.
-KV_CACHE_BYTES = 256 * 1024**2
+# Ample for those blocks. Left to itself the server claims nearly all of the machine's memory, and
+# doesn't start when a part of that is in use.
+KV_CACHE_BYTES = 512 * 1024**2
 MAX_MODEL_TOKENS = 8192
 CHUNK_TOKENS = 512
 ANSWER_TOKENS = 64
-# 160 lines come to about 3,000 tokens of this model.
-PROMPT_LINES = 160
+# 174 lines come to about 3,000 tokens of this model.
+PROMPT_LINES = 174
 
 _START_SECONDS = 600.0
 _REQUEST_SECONDS = 600.0
@@ -146,7 +147,9 @@ def _run(port: int | None, *, keep: bool) -> None:
         run_request(server)
         if keep:
             print(f"\nServing {MODEL_NAME} on {server.url}/v1 until you press Ctrl-C.", flush=True)
-            server.wait()
+            # Here Ctrl-C is the ordinary end.
+            with contextlib.suppress(KeyboardInterrupt):
+                server.wait()
         print("\nStopping the server ...", flush=True)
     print("Done.", flush=True)
 

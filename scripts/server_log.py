@@ -10,8 +10,8 @@ from pathlib import Path
 _PREFIX = re.compile(r"^\(\w+ pid=\d+\) (?:[A-Z]+ \S+ \S+ \[[^\]]*\] |INFO: +)?")
 # The start-up log runs to about a hundred lines; these say how far it is, or come from the plugin.
 _WORTH_SHOWING = re.compile(
-    r"^KV policy|\bH2O\b|^Resolved architecture|^Initializing a V1|^Starting to load model|^Loading weights took|^Overriding num_gpu_blocks|"
-    r"KV cache size|^init engine|^Starting vLLM|^Application startup complete"
+    r"^KV policy|\bH2O\b|^Resolved architecture|^Initializing a V1|^Starting to load model|"
+    r"^Loading weights took|KV cache size|^init engine|^Starting vLLM|^Application startup complete"
 )
 _ERROR = re.compile(r"^(?:[\w.]*(?:Error|Exception|Exit)|vllm\b.*: error): ")
 _SHOWN_CHARACTERS = 150

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from os import PathLike
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -143,7 +144,8 @@ class Choice:
         first = config.pinned_blocks * bs
         units = max(0, live - config.recent_tokens - first) // unit
         eligible = slice(first, first + units * unit)
-        assert num_tokens % unit == 0 and units >= num_tokens // unit, "too few eligible tokens"
+        assert num_tokens % unit == 0
+        assert units * unit >= num_tokens, "too few eligible tokens"
         if config.granularity == "block":
             blocks = positions[:, eligible].reshape(heads, units, bs)
             starts = blocks[..., :1]
@@ -189,8 +191,8 @@ class Choice:
             ("a block was dropped in part", theirs & ~by_unit.all(dim=-1)),
         ):
             for head in torch.nonzero(bad.any(dim=1)).flatten().tolist():
-                lost = self.positions[head, gone[head]].tolist()
-                raise OracleMismatch(event, layer, head, reason, kept=kept[head].tolist(), dropped=lost)
+                lost, left = self.positions[head, gone[head]].tolist(), kept[head].tolist()
+                raise OracleMismatch(event, layer, head, reason, kept=left, dropped=lost)
 
         # Every pair (dropped by them only, dropped by us only) must be a near-tie, so it is
         # enough to compare the highest of the former with the lowest of the latter.
@@ -227,7 +229,16 @@ class _Sequence:
     event_tokens: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=lambda: [0, 0, 0])  # the result's three num_*
 
-    def attend(self, layer_idx, query, key, value, scaling, window, softcap) -> torch.Tensor:
+    def attend(
+        self,
+        layer_idx: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
         """Append n tokens to the layer, attend to what is live, add to the scores.
 
         query [1, H*G, n, D]; key, value [1, H, n, D]; returns [1, n, H*G, D].
@@ -297,7 +308,15 @@ class _Sequence:
 _current: _Sequence | None = None  # the sequence whose forward is running
 
 
-def _attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
     """Hugging Face's attention interface. Its mask is ignored: positions say what is visible."""
     assert _current is not None
     assert query.shape[0] == 1

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GPTNeoXConfig,
@@ -30,9 +33,8 @@ from transformers import (
 from oracle import Choice, Oracle, OracleConfig, OracleMismatch, OracleResult, schedule
 
 VOCAB = 97
-MODEL = Path(
-    os.environ.get("VLLM_H2O_MODEL") or Path(__file__).parents[1] / "models" / "SmolLM2-135M-Instruct"
-)
+DEFAULT_MODEL = Path(__file__).parents[1] / "models" / "SmolLM2-135M-Instruct"
+MODEL = Path(os.environ.get("VLLM_H2O_MODEL") or DEFAULT_MODEL)
 
 COMMON = {
     "vocab_size": VOCAB,
@@ -41,15 +43,19 @@ COMMON = {
     "num_attention_heads": 4,
     "max_position_embeddings": 256,
 }
-GQA = COMMON | {"num_key_value_heads": 2, "intermediate_size": 96, "initializer_range": 0.15}
+MHA = COMMON | {"initializer_range": 0.15, "intermediate_size": 96}
+GQA = MHA | {"num_key_value_heads": 2}
+PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**GQA)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**GQA)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**GQA, head_dim=24)),
     "gpt_neox": lambda: GPTNeoXForCausalLM(
-        GPTNeoXConfig(**COMMON, intermediate_size=96, initializer_range=0.15, rotary_pct=0.25)
+        GPTNeoXConfig(**MHA, rope_parameters=PARTIAL_ROPE),
     ),
-    "opt": lambda: OPTForCausalLM(OPTConfig(**COMMON, ffn_dim=96, word_embed_proj_dim=64, init_std=0.15)),
+    "opt": lambda: OPTForCausalLM(
+        OPTConfig(**COMMON, ffn_dim=96, word_embed_proj_dim=64, init_std=0.15),
+    ),
     "gemma3": lambda: Gemma3ForCausalLM(
         Gemma3TextConfig(
             **GQA | {"num_hidden_layers": 3},
@@ -60,6 +66,15 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         )
     ),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads only get in each other's way on matrices this small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +100,11 @@ def as_follow(result: OracleResult) -> list[dict[int, torch.Tensor]]:
 
 
 def same_kept(a: OracleResult, b: OracleResult) -> bool:
-    pairs = [(x, y) for ea, eb in zip(a.kept, b.kept, strict=True) for x, y in zip(ea, eb, strict=True)]
-    return all((x is None and y is None) or torch.equal(x, y) for x, y in pairs)
+    """The same kept positions in every event, layer and head."""
+    if [len(event) for event in a.kept] != [len(event) for event in b.kept]:
+        return False
+    pairs = zip(chain(*a.kept), chain(*b.kept), strict=True)
+    return all(x is y is None or torch.equal(x, y) for x, y in pairs)
 
 
 # --- the forward ---------------------------------------------------------------------------------
@@ -105,6 +123,21 @@ def test_without_eviction_logits_are_those_of_hugging_face(models, family, atten
     assert got.kept == []
     assert got.num_choices == 0
     assert model.config._attn_implementation == attention
+
+
+def test_logit_softcapping_is_that_of_hugging_face():
+    options = GQA | {"head_dim": 24, "query_pre_attn_scalar": 24, "sliding_window": 9}
+    logits, ids = [], tokens(40)
+    for cap in (1.0, 50.0):
+        torch.manual_seed(0)
+        config = Gemma2Config(**options, attn_logit_softcapping=cap)
+        model = Gemma2ForCausalLM(config).eval()
+        model.set_attn_implementation("eager")
+        with torch.no_grad():
+            logits.append(model(torch.tensor([ids]), use_cache=False).logits[0])
+        got = Oracle(model).run(ids, [30, 10], OracleConfig(4, None)).logits
+        torch.testing.assert_close(got, logits[-1], atol=1e-4, rtol=1e-4)
+    assert (logits[0] - logits[1]).abs().max() > 1e-2
 
 
 def test_gemma_is_sensitive_to_its_window(models):
@@ -238,7 +271,8 @@ def survivors(live: list[Entry], count: int, now: int, config: OracleConfig) -> 
     for entry in live:
         score = 0.0
         for position, probability in entry.seen:
-            score += probability * (1 if half_life is None else 0.5 ** ((now - position) / half_life))
+            age = now - position
+            score += probability if half_life is None else probability * 0.5 ** (age / half_life)
         scores.append(score)
     reach = (config.pool - 1) // 2
     ranks = []
@@ -584,16 +618,16 @@ def test_every_pair_must_be_near():
 
 
 def test_config_refuses_what_cannot_work():
-    for wrong in (
-        {"budget_tokens": 18},
-        {"budget_tokens": 8},
-        {"pool": 2},
-        {"granularity": "head"},
-        {"half_life_tokens": 0.0},
-        {"block_size": 0},
-        {"recent_tokens": -1},
+    for wrong, message in (
+        ({"budget_tokens": 18}, "budget 18: need a multiple of 4"),
+        ({"budget_tokens": 8}, "at least 12"),
+        ({"pool": 2}, "pool"),
+        ({"granularity": "head"}, "granularity"),
+        ({"half_life_tokens": 0.0}, "half_life"),
+        ({"block_size": 0}, "size out of range"),
+        ({"recent_tokens": -1}, "size out of range"),
     ):
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=message):
             replace(BASE, **wrong)
 
 

@@ -37,7 +37,7 @@ class StepPlan:
         started_positions: ``[n, block_size]`` int32, positions of their tokens.
         append_tokens, append_slots: ``[m]`` int64, which queries of the batch go where in the ring
             flattened to ``[num_ring_slots * block_size]``.
-        trace, trace_keys: where tracing is on, the log and the keys of the compaction's rows.
+        trace, trace_steps: where tracing is on, the log and which of its steps the compaction's rows are.
     """
 
     started_blocks: torch.Tensor | None = None
@@ -48,7 +48,7 @@ class StepPlan:
     chunks: tuple[PrefillChunk, ...] = ()
     compaction: Compaction | None = None
     trace: TraceLog | None = None
-    trace_keys: tuple[tuple[int, int], ...] = ()
+    trace_steps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,11 @@ class StepPlanner:
             append_slots = self._tensor(slots * bs + offsets)
             full = offsets == bs - 1
             flushes.append(_FlushRows.of(decode_rows.select(full), slots[full], first[full], bs, bs, 1))
-        compaction, keys = self._compaction(batch)
+        dropped_blocks = self._evicted(batch.total) - batch.gap_blocks
+        trace_steps: tuple[int, ...] = ()
         if self.trace is not None:
-            self.trace.add_steps(batch.table[:, 0], batch.computed, batch.new)
+            first_step = self.trace.add_steps(batch.table[:, 0], batch.computed, batch.new)
+            trace_steps = tuple((np.flatnonzero(dropped_blocks) + first_step).tolist())
         return StepPlan(
             started_blocks=self._tensor(started) if started.size else None,
             started_positions=self._tensor(positions) if started.size else None,
@@ -155,9 +157,9 @@ class StepPlanner:
             append_slots=append_slots,
             flushes=tuple(flush for rows_ in flushes for flush in self._flushes(rows_)),
             chunks=chunks,
-            compaction=compaction,
+            compaction=self._compaction(batch, dropped_blocks) if dropped_blocks.any() else None,
             trace=self.trace,
-            trace_keys=keys,
+            trace_steps=trace_steps,
         )
 
     def _evicted(self, num_tokens: IntArray) -> IntArray:
@@ -233,20 +235,17 @@ class StepPlanner:
             write_blocks=self._tensor(blocks[write_rows, write_cols]),
         )
 
-    def _compaction(self, batch: Batch) -> tuple[Compaction | None, tuple[tuple[int, int], ...]]:
+    def _compaction(self, batch: Batch, dropped_blocks: IntArray) -> Compaction:
         config, bs = self.config, self.config.block_size
-        dropped_blocks = self._evicted(batch.total) - batch.gap_blocks
         due = dropped_blocks > 0
-        if not due.any():
-            return None, ()
-        rows = batch.select(due)
-        dropped = dropped_blocks[due] * bs
+        rows, dropped = batch.select(due), dropped_blocks[due] * bs
         live = rows.total - rows.gap_blocks * bs
         columns = np.arange(-(-int(live.max()) // bs))
-        blocks = np.where(columns < -(-live // bs)[:, None], rows.live_table[:, : columns.size], NULL_BLOCK)
+        has_block = columns < -(-live // bs)[:, None]
+        blocks = np.where(has_block, rows.live_table[:, : columns.size], NULL_BLOCK)
         slots = np.arange(columns.size * bs)
         movable = slots >= config.pinned_tokens
-        compaction = Compaction(
+        return Compaction(
             blocks=self._tensor(blocks.astype(np.int64)),
             live=self._mask(slots < live[:, None]),
             eligible=self._mask(movable & (slots < live[:, None] - config.recent_tokens)),
@@ -256,8 +255,6 @@ class StepPlanner:
             score_pool=config.score_pool,
             by_block=config.granularity == "block",
         )
-        keys = zip(rows.table[:, 0].tolist(), rows.total.tolist(), strict=True) if config.trace else ()
-        return compaction, tuple(keys)
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)

@@ -5,6 +5,7 @@ otherwise. Requests are told apart by the id of their first block, which no two 
 prefix caching is off.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,28 +19,28 @@ class TraceLog:
 
     Attributes:
         steps: one ``(first_block_id, computed_tokens, new_tokens)`` per row and step.
-        kept: one ``(first_block_id, computed_tokens_after, layer_name, positions)`` per row, layer and
-            compaction; ``positions`` are nested lists ``[num_kv_heads][live tokens]``, unsorted.
+        kept: one ``(index into steps, layer_name, positions)`` per row, layer and compaction;
+            ``positions`` are nested lists ``[num_kv_heads][live tokens]``, unsorted.
     """
 
     steps: list[tuple[int, int, int]] = field(default_factory=list)
-    kept: list[tuple[int, int, str, list[list[int]]]] = field(default_factory=list)
+    kept: list[tuple[int, str, list[list[int]]]] = field(default_factory=list)
 
-    def add_steps(self, first_blocks: Any, computed: Any, new: Any) -> None:
+    def add_steps(self, first_blocks: Any, computed: Any, new: Any) -> int:
+        """Record one step of every row; returns the index of the first row's entry."""
+        first = len(self.steps)
         self.steps.extend(zip(first_blocks.tolist(), computed.tolist(), new.tolist(), strict=True))
+        return first
 
     def add_compaction(
-        self,
-        layer_name: str,
-        layer: PagedLayer,
-        plan: Compaction,
-        keys: tuple[tuple[int, int], ...],
+        self, layer_name: str, layer: PagedLayer, plan: Compaction, step_indices: Sequence[int]
     ) -> None:
-        assert layer.positions is not None
+        """Record what is left of each of the compaction's rows, once its survivors have moved."""
+        assert layer.positions is not None, "tracing tracks positions"
         positions = layer.positions[plan.blocks].transpose(1, 2).flatten(2)
-        for row, (first_block, computed) in enumerate(keys):
+        for row, step_index in enumerate(step_indices):
             kept = (plan.live & ~plan.freed)[row, 0]
-            self.kept.append((first_block, computed, layer_name, positions[row][:, kept].tolist()))
+            self.kept.append((step_index, layer_name, positions[row][:, kept].tolist()))
 
     def take(self) -> dict[str, list[Any]]:
         """Hand over what was recorded and start anew."""

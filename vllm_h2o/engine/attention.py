@@ -66,7 +66,7 @@ class H2OCPUAttentionImpl(CPUAttentionBackendImpl):
         if plan.compaction is not None:
             compact(cache, plan.compaction)
             if plan.trace is not None:
-                plan.trace.add_compaction(layer.layer_name, cache, plan.compaction, plan.trace_keys)
+                plan.trace.add_compaction(layer.layer_name, cache, plan.compaction, plan.trace_steps)
 
     def _cache_views(self, kv_cache: torch.Tensor) -> PagedLayer:
         """Views of the cache, made anew only when vLLM hands over other memory."""
