@@ -53,6 +53,8 @@ def server_command(model: Path, port: int) -> list[str]:
         "--kv-cache-memory-bytes": KV_CACHE_BYTES,
         "--max-model-len": MAX_MODEL_TOKENS,
         "--max-num-batched-tokens": CHUNK_TOKENS,
+        # Seconds; without it vLLM ends its own processes by force.
+        "--shutdown-timeout": 15,
     }
     arguments = [str(word) for option in options.items() for word in option]
     return [str(VENV / "bin" / "vllm"), "serve", str(model), *arguments, "--enforce-eager"]

@@ -152,9 +152,10 @@ class Choice:
             whole = (starts % bs == 0) & (blocks - starts == torch.arange(bs).to(starts))
             assert whole.all(), "block granularity must leave whole, aligned blocks"
 
-        # Neighbours are taken among all live tokens; beyond either end there are none.
+        # Neighbours are taken among the live tokens that aren't pinned (pinned ones may be shared
+        # with other requests, so they have no score of this request); beyond the ends are none.
         reach = config.pool // 2
-        padded = pad(scores, (reach, reach), value=-torch.inf)
+        padded = pad(scores[:, first:], (first + reach, reach), value=-torch.inf)
         pooled = padded.unfold(-1, config.pool, 1).amax(dim=-1)  # [H, L]
         ranks = pooled[:, eligible].reshape(heads, units, unit).sum(dim=-1)
         # A stable ascending sort breaks ties by age: the older unit comes, and goes, first.
@@ -309,7 +310,7 @@ _current: _Sequence | None = None  # the sequence whose forward is running
 
 
 def _attention(
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -328,11 +329,8 @@ def _attention(
         sliding = {"full_attention": False, "sliding_attention": True}[kinds[module.layer_idx]]
         assert sliding == (window is not None), "layer type and sliding_window disagree"
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    args = (module.layer_idx, query, key, value, scaling, window, kwargs.get("softcap"))
-    return _current.attend(*args), None
-
-
-AttentionInterface.register("h2o_oracle", _attention)
+    softcap = kwargs.get("softcap")
+    return _current.attend(module.layer_idx, query, key, value, scaling, window, softcap), None
 
 
 def schedule(prompt_tokens: int, chunk_tokens: int, new_tokens: int) -> list[int]:
@@ -417,6 +415,8 @@ class Oracle:
         """Route the model's attention to seq, and leave the model as it was afterwards."""
         global _current
         before = self.model.config._attn_implementation
+        # Here, not on import: should this file be imported under two names, each uses its own.
+        AttentionInterface.register("h2o_oracle", _attention)
         self.model.set_attn_implementation("h2o_oracle")
         _current = seq
         try:

@@ -30,7 +30,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from oracle import Choice, Oracle, OracleConfig, OracleMismatch, OracleResult, schedule
+from tests.oracle import Choice, Oracle, OracleConfig, OracleMismatch, OracleResult, schedule
 
 VOCAB = 97
 DEFAULT_MODEL = Path(__file__).parents[1] / "models" / "SmolLM2-135M-Instruct"
@@ -167,6 +167,16 @@ def test_merged_steps_equal_single_steps(models, family):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
+def test_query_tiles_change_nothing(models, monkeypatch):
+    config = OracleConfig(4, 20, recent_tokens=6, half_life_tokens=12.0)
+    whole = Oracle(models["gemma3"]).run(tokens(50), [31, 19], config)
+    monkeypatch.setattr("tests.oracle._QUERY_TILE", 7)
+    tiled = Oracle(models["gemma3"]).run(tokens(50), [31, 19], config)
+    assert same_kept(whole, tiled)
+    torch.testing.assert_close(whole.logits, tiled.logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(whole.final_scores, tiled.final_scores, atol=1e-5, rtol=1e-5)
+
+
 def test_sliding_layers_are_not_evicted(models):
     result = Oracle(models["gemma3"]).run(tokens(50), [30, *[1] * 20], OracleConfig(4, 16))
     assert all(event[0] is None and event[2] is None for event in result.kept)
@@ -277,7 +287,9 @@ def survivors(live: list[Entry], count: int, now: int, config: OracleConfig) -> 
     reach = (config.pool - 1) // 2
     ranks = []
     for i in range(len(live)):
-        ranks.append(max(scores[j] for j in range(i - reach, i + reach + 1) if 0 <= j < len(live)))
+        pinned = config.pinned_blocks * bs
+        window = [j for j in range(i - reach, i + reach + 1) if pinned <= j < len(live)]
+        ranks.append(max((scores[j] for j in window), default=0.0))
     allowed = []
     for i, entry in enumerate(live):
         if entry.position >= config.pinned_blocks * bs and i < len(live) - config.recent_tokens:
@@ -432,11 +444,11 @@ def test_ties_go_to_the_older():
     assert dropped(choice([1, 1, 0, 2, 2, 0], 4, blocks)) == [0, 1, 2, 3]
 
 
-def test_pool_sees_protected_neighbours_and_stops_at_the_ends():
+def test_pool_sees_recent_but_not_pinned_neighbours_and_stops_at_the_ends():
     config = replace(FREE, pinned_blocks=1, recent_tokens=2, pool=3)
-    # Ranks of 2..5: next to pinned 9, then 3, 3, next to recent 8.
-    assert dropped(choice([0, 9, 1, 0, 3, 1, 8, 0], 2, config)) == [3, 4]
-    assert dropped(choice([0, 9, 1, 0, 3, 1, 8, 0], 2, replace(config, pool=1))) == [2, 3]
+    # Ranks of 2..5: 2 whatever the pinned 9 beside it, then 3, 3, and 8 from the recent one.
+    assert dropped(choice([0, 9, 2, 0, 3, 1, 8, 0], 2, config)) == [2, 3]
+    assert dropped(choice([0, 9, 2, 0, 3, 1, 8, 0], 2, replace(config, pool=1))) == [3, 5]
     # Truncated, neither wrapped nor moved: an end ranks by what is there.
     assert dropped(choice([0, 1, 5, 9, 9, 9], 1, replace(FREE, pool=3))) == [0]
     assert dropped(choice([9, 9, 9, 5, 1, 0], 1, replace(FREE, pool=3))) == [5]
@@ -610,11 +622,14 @@ def test_near_tie_tolerance_is_relative(gap, near, scale):
             made.settle(engine, 1e-5, 0, 0)
 
 
-def test_every_pair_must_be_near():
-    """Two swaps, each between neighbours in rank, are not excused by one near pair."""
-    made = choice([1.0, 1.0 + 1e-6, 2.0, 2.0 + 1e-6], 2, FREE)
-    with pytest.raises(OracleMismatch):
-        made.settle(torch.tensor([[0, 2]]), 1e-5, 0, 0)
+@pytest.mark.parametrize("scores", [[1.0, 1.0, 1.000001, 3.0], [0.1, 1.0, 1.000001, 1.000001]])
+def test_every_pair_must_be_near(scores):
+    """One near pair must not excuse a far one beside it."""
+    made = choice(scores, 2, FREE)
+    assert dropped(made) == [0, 1]
+    with pytest.raises(OracleMismatch, match="not the lowest ranks"):
+        made.settle(torch.tensor([[0, 1]]), 1e-5, 0, 0)
+    assert made.settle(torch.tensor([[0, 3]]), 10.0, 0, 0) == (1, 0)
 
 
 def test_config_refuses_what_cannot_work():

@@ -112,6 +112,8 @@ def _lowest_blocks(ranks: torch.Tensor, plan: Compaction, block_size: int) -> to
     # Only blocks that are eligible as a whole; what is left of a block past that is recent.
     eligible = plan.eligible.unflatten(2, (-1, block_size)).all(dim=3)
     sums = ranks.masked_fill(~plan.eligible, 0).unflatten(2, (-1, block_size)).sum(dim=3)
+    # A sum that overflows would tie with the infinity that marks what isn't eligible.
+    sums.clamp_(max=torch.finfo(sums.dtype).max)
     victims = _lowest(sums, eligible, plan.num_dropped_tokens // block_size)
     return victims.repeat_interleave(block_size, dim=2)
 

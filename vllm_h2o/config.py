@@ -81,9 +81,8 @@ class KVPolicyConfig:
     @classmethod
     def from_additional_config(cls, additional_config: object) -> Self | None:
         """The resolved configuration that the front end put there; None when no policy is active."""
-        if not isinstance(additional_config, Mapping) or CONFIG_KEY not in additional_config:
-            return None
-        return cls(**additional_config[CONFIG_KEY])
+        resolved = additional_config.get(CONFIG_KEY) if isinstance(additional_config, Mapping) else None
+        return None if resolved is None else cls(**resolved)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +193,8 @@ class KVPolicySettings:
                 "--kv-budget", self.budget if self.budget is not None else budget,
                 f"{rounded} tokens can't hold {config.pinned_tokens} pinned + {config.recent_tokens} recent "
                 f"+ one block of {block_size}",
-                f"Give at least {smallest}" if smallest else "Lower --kv-recent: no budget can hold it",
+                f"Give at least {smallest}" if smallest else "Lower --kv-recent or --kv-pin-tokens: no budget "
+                f"below max_model_len {max_model_len} can hold them",
             )  # fmt: skip
         return config, notes
 
@@ -233,11 +233,9 @@ class KVPolicySettings:
         return pool
 
     def _smallest_budget(self, config: KVPolicyConfig) -> int | None:
-        """The smallest budget that would be accepted; None if recent grows as fast as the budget."""
+        """The smallest budget that evicts and would be accepted; None if there is none."""
         block_size = config.block_size
-        # A recent share up to 99 % needs at most a hundred times what is pinned, so this search ends.
-        for blocks in range(1, 128 * (config.pinned_blocks + 2) + config.recent_tokens // block_size):
-            budget = blocks * block_size
+        for budget in range(block_size, config.max_model_len, block_size):
             if budget - config.pinned_tokens - self._recent_tokens(budget) >= block_size:
                 return budget
         return None

@@ -98,8 +98,10 @@ def score_decode(layer: PagedLayer, ring: torch.Tensor, flush: DecodeFlush, shap
     num_slots = num_cols * bs
     # [R, M, H, D, bs] -> [R * H, D, M * bs]
     keys = layer.keys[flush.blocks].permute(0, 2, 3, 1, 4).reshape(-1, head_size, num_slots).float()
+    # A weight of 0 alone would let NaN through that an earlier owner of the slot may have left.
+    queries = ring[flush.ring_slots].masked_fill_(flush.weights[:, :, None, None] == 0, 0)
     # [R, bs, H, G, D] -> [R * H, bs * G, D]
-    queries = ring[flush.ring_slots].unflatten(2, (num_kv_heads, group))
+    queries = queries.unflatten(2, (num_kv_heads, group))
     queries = queries.permute(0, 2, 1, 3, 4).reshape(-1, bs * group, head_size).float()
     logits = torch.bmm(queries, keys).view(num_rows, num_kv_heads, bs, group, num_slots)
     logits = _shaped(logits, shape)

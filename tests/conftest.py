@@ -1,0 +1,30 @@
+"""Settings that must hold before vLLM is imported, and fixtures shared by all tests."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# No hub, no usage reports, no address but loopback.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+# The machine's memory is shared with the test process itself.
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def text_ids() -> list[int]:
+    """About 2,400 tokens of English text, as SmolLM2 sees them."""
+    from transformers import AutoTokenizer
+
+    from tests.engines import MODEL
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    ids: list[int] = tokenizer((REPOSITORY / "LICENSE").read_text())["input_ids"]
+    return ids

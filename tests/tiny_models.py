@@ -1,0 +1,67 @@
+"""Tiny models with seeded random weights, one for each architecture that works differently."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    OPTConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB_SIZE = 512
+MAX_POSITIONS = 2048
+_SIZES = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_POSITIONS, "hidden_size": 128}
+_LLAMA_LIKE = {
+    **_SIZES,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+
+CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama-gqa": lambda: LlamaConfig(**_LLAMA_LIKE),
+    "opt-learned-positions": lambda: OPTConfig(
+        **_SIZES, ffn_dim=256, num_hidden_layers=3, num_attention_heads=4, word_embed_proj_dim=128
+    ),
+    "gpt-neox-partial-rotary": lambda: GPTNeoXConfig(
+        **_SIZES, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4, rotary_pct=0.25
+    ),
+    "qwen3-qk-norm": lambda: Qwen3Config(**_LLAMA_LIKE),
+    "qwen2-attention-bias": lambda: Qwen2Config(**_LLAMA_LIKE),
+    "gemma3-hybrid-sliding-window": lambda: Gemma3TextConfig(
+        **{**_LLAMA_LIKE, "num_hidden_layers": 4},
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        query_pre_attn_scalar=32,
+    ),
+}
+
+
+def save(name: str, directory: Path, *, scale: float = 3.0) -> Path:
+    """Write the model under ``directory`` and return its path.
+
+    The default initialisation makes attention nearly uniform; ``scale`` times larger weights make it peaked,
+    so that scores tell tokens apart.
+    """
+    path = directory / name
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(scale)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(path)
+    return path
