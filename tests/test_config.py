@@ -22,9 +22,7 @@ def resolve(
     max_model_len: int = MODEL_LEN, block_size: int = BLOCK, **written: Any
 ) -> tuple[KVPolicyConfig, list[str]]:
     chosen = KVPolicySettings(**{"name": "h2o", **written})
-    return chosen.resolve(
-        max_model_len=max_model_len, block_size=block_size, max_in_flight_tokens=IN_FLIGHT
-    )
+    return chosen.resolve(max_model_len=max_model_len, block_size=block_size, max_in_flight_tokens=IN_FLIGHT)
 
 
 def config_of(**written: Any) -> KVPolicyConfig:
@@ -126,7 +124,9 @@ def test_positions_are_tracked_only_where_they_are_needed(settings_: dict[str, A
 
 @given(budget=st.integers(96, 4000), block_size=st.sampled_from([1, 16, 32, 48]))
 def test_budget_is_rounded_up_to_whole_blocks_with_a_note(budget: int, block_size: int) -> None:
-    config, notes = resolve(max_model_len=100_000, block_size=block_size, budget=budget, recent=0, pin_tokens=0)
+    config, notes = resolve(
+        max_model_len=100_000, block_size=block_size, budget=budget, recent=0, pin_tokens=0
+    )
     assert config.budget_tokens % block_size == 0
     assert 0 <= config.budget_tokens - budget < block_size
     said = [note for note in notes if f"budget {budget} rounded up to {config.budget_tokens}" in note]
@@ -171,7 +171,19 @@ def test_known_policy_is_created_with_its_configuration() -> None:
         policies.create(replace(config, name="h20"))
 
 
-NOT_A_NUMBER = ["nan", "inf", "-inf", float("nan"), float("inf"), "lots", "", "512 tokens", True, [512], "0x20"]
+NOT_A_NUMBER = [
+    "nan",
+    "inf",
+    "-inf",
+    float("nan"),
+    float("inf"),
+    "lots",
+    "",
+    "512 tokens",
+    True,
+    [512],
+    "0x20",
+]
 NOT_A_LENGTH = [*NOT_A_NUMBER, -1, "-1", -512, "1e-1", -0.5, 0.0, 1.5, "1.5", "512.0", 512.0]
 
 
@@ -307,7 +319,9 @@ def test_contradictory_sources_name_both(field: str) -> None:
     with pytest.raises(ConfigError) as error:
         KVPolicySettings.merge(KVPolicySettings(**{field: first}), KVPolicySettings(**{field: second}))
     message = str(error.value)
-    assert message.startswith(f"{flag_of(field)}={first!r}: additional_config.kv_policy.{field} says {second!r}")
+    assert message.startswith(
+        f"{flag_of(field)}={first!r}: additional_config.kv_policy.{field} says {second!r}"
+    )
     assert message.endswith("Give it in one place only")
 
 

@@ -43,7 +43,9 @@ def test_views_alias_disjoint_parts_of_the_cache(
 
 
 def test_shapes_and_types_are_those_promised() -> None:
-    shape = Shape(num_blocks=5, num_kv_heads=3, block_size=4, head_size=8, dtype=torch.bfloat16, positions=True)
+    shape = Shape(
+        num_blocks=5, num_kv_heads=3, block_size=4, head_size=8, dtype=torch.bfloat16, positions=True
+    )
     layer = PagedLayer.from_cpu_cache(padded_cache(shape), positions=True)
     assert layer.positions is not None
     assert layer.block_size == 4
@@ -100,9 +102,7 @@ def test_vllm_writes_where_the_views_read(
     """vLLM picks vec16 for head sizes that aren't a multiple of 32; its writer takes either for all."""
     from vllm import _custom_ops as ops
 
-    shape = Shape(
-        num_blocks=6, block_size=block_size, head_size=head_size, dtype=dtype, positions=True
-    )
+    shape = Shape(num_blocks=6, block_size=block_size, head_size=head_size, dtype=dtype, positions=True)
     cache = padded_cache(shape)
     layer = PagedLayer.from_cpu_cache(cache, positions=True)
     assert layer.positions is not None

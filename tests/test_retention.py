@@ -39,7 +39,9 @@ class CountedRequest:
 
 @settings(deadline=None, max_examples=100)
 @given(block_size=BLOCK_SIZES, budget_blocks=st.integers(1, 9), pinned=st.integers(0, 8), steps=STEPS)
-def test_rule_equals_counting_tokens(block_size: int, budget_blocks: int, pinned: int, steps: list[int]) -> None:
+def test_rule_equals_counting_tokens(
+    block_size: int, budget_blocks: int, pinned: int, steps: list[int]
+) -> None:
     budget = budget_blocks * block_size
     pinned = min(pinned, budget_blocks - 1)
     request = CountedRequest(budget, block_size, pinned)

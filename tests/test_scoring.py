@@ -70,9 +70,7 @@ def add_scored_row(pages: Pages, num_live: int, num_new: int) -> Row:
     return row
 
 
-def expected_scores(
-    pages: Pages, model: Model, row: Row, queries: torch.Tensor
-) -> list[list[float]]:
+def expected_scores(pages: Pages, model: Model, row: Row, queries: torch.Tensor) -> list[list[float]]:
     """`[H][L]`, what the reference says after `queries` `[n, num_heads, head_size]`."""
     group, expected = model.group, []
     for head in range(pages.shape.num_kv_heads):
@@ -130,9 +128,7 @@ def check_prefill(model: Model, num_live: Sequence[int], num_new: Sequence[int],
         query[first : first + new] = pages.random(new, *query.shape[1:])
         expected.append(expected_scores(pages, model, row, query[first : first + new]))
         chunks.append(
-            prefill_chunk(
-                row, first, new, pinned_blocks=model.pinned_blocks, half_life=model.half_life
-            )
+            prefill_chunk(row, first, new, pinned_blocks=model.pinned_blocks, half_life=model.half_life)
         )
         first += new
     before = snapshot(pages, rows)

@@ -87,7 +87,7 @@ class KVPolicyConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class KVPolicySettings:
-    """Settings as written; None means not given. Field ``x`` is flag ``--kv-x`` (``name``: ``--kv-policy``)."""
+    """Settings as written; None means not given. Field ``x`` is flag ``--kv-x``, ``name`` ``--kv-policy``."""
 
     name: str | None = None
     budget: int | float | str | None = None
@@ -100,7 +100,7 @@ class KVPolicySettings:
 
     @classmethod
     def from_additional_config(cls, additional_config: object) -> Self:
-        """Settings under ``additional_config["kv_policy"]``: a dict of the fields, or just the policy's name."""
+        """Settings under ``additional_config["kv_policy"]``: a dict of the fields, or just the name."""
         given = additional_config.get(CONFIG_KEY) if isinstance(additional_config, Mapping) else None
         if given is None:
             return cls()
@@ -190,12 +190,15 @@ class KVPolicySettings:
         elif _room(config) < block_size:
             smallest = self._smallest_budget(config)
             raise ConfigError(
-                "--kv-budget", self.budget if self.budget is not None else budget,
+                "--kv-budget",
+                budget if self.budget is None else self.budget,
                 f"{rounded} tokens can't hold {config.pinned_tokens} pinned + {config.recent_tokens} recent "
                 f"+ one block of {block_size}",
-                f"Give at least {smallest}" if smallest else "Lower --kv-recent or --kv-pin-tokens: no budget "
-                f"below max_model_len {max_model_len} can hold them",
-            )  # fmt: skip
+                f"Give at least {smallest}"
+                if smallest
+                else "Lower --kv-recent or --kv-pin-tokens: no budget below max_model_len "
+                f"{max_model_len} can hold them",
+            )
         return config, notes
 
     def _recent_tokens(self, budget_tokens: int) -> int:

@@ -78,7 +78,7 @@ def _side_views(kv_cache: torch.Tensor, *, positions: bool) -> tuple[torch.Tenso
     assert block_bytes >= used_bytes + needed, (
         f"blocks of {block_bytes} bytes have no room for {needed} bytes behind {used_bytes}"
     )
-    first = kv_cache.storage_offset() * kv_cache.element_size() + used_bytes
+    first = int(kv_cache.storage_offset()) * kv_cache.element_size() + used_bytes
     assert first % _SLOT_BYTES == 0 and block_bytes % _SLOT_BYTES == 0
 
     def view(dtype: torch.dtype, offset_bytes: int) -> torch.Tensor:
@@ -86,7 +86,7 @@ def _side_views(kv_cache: torch.Tensor, *, positions: bool) -> tuple[torch.Tenso
         return flat.as_strided(
             (num_blocks, num_kv_heads, block_size),
             (block_bytes // _SLOT_BYTES, block_size, 1),
-            offset_bytes // _SLOT_BYTES,
+            int(offset_bytes // _SLOT_BYTES),
         )
 
     scores = view(torch.float32, first)

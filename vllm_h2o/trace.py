@@ -44,7 +44,7 @@ class TraceLog:
 
     def take(self) -> dict[str, list[Any]]:
         """Hand over what was recorded and start anew."""
-        taken = {"steps": list(self.steps), "kept": list(self.kept)}
+        taken: dict[str, list[Any]] = {"steps": list(self.steps), "kept": list(self.kept)}
         self.steps.clear()
         self.kept.clear()
         return taken

@@ -11,7 +11,32 @@ NEW_TOKENS = 40
 
 def prompts(text_ids: list[int]) -> list[list[int]]:
     """24 prompts of 1 to 700 tokens: less than a block, exact blocks, several chunks."""
-    lengths = [1, 2, 5, 16, 31, 32, 33, 64, 96, 100, 128, 200, 255, 256, 257, 300, 320, 400, 450, 512, 513, 600, 640, 700]
+    lengths = [
+        1,
+        2,
+        5,
+        16,
+        31,
+        32,
+        33,
+        64,
+        96,
+        100,
+        128,
+        200,
+        255,
+        256,
+        257,
+        300,
+        320,
+        400,
+        450,
+        512,
+        513,
+        600,
+        640,
+        700,
+    ]
     return [text_ids[37 * i : 37 * i + length] for i, length in enumerate(lengths)]
 
 

@@ -27,6 +27,8 @@ PLAN_ATTRIBUTE = "kv_policy_plan"
 class H2OCPUMetadataBuilder(CPUAttentionMetadataBuilder):
     """vLLM's CPU builder; groups whose spec isn't ours (sliding window) pass through it untouched."""
 
+    isa: str
+
     def __init__(
         self,
         kv_cache_spec: AttentionSpec,

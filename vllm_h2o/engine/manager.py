@@ -22,13 +22,15 @@ from vllm_h2o.errors import ConfigError
 class H2OManager(FullAttentionManager):
     """``FullAttentionManager`` with a gap behind the pinned blocks; only pinned blocks are ever cached."""
 
+    max_admission_blocks_per_request: int | None
+
     def __init__(self, kv_cache_spec: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, *args, **kwargs)
         self.policy: KVPolicyConfig = kv_cache_spec.policy
         if kv_cache_spec.block_size != self.policy.block_size:
             raise ConfigError(
                 "--block-size", self.policy.block_size,
-                f"vLLM scaled it to {kv_cache_spec.block_size} to make the pages of this model's layers equal",
+                f"vLLM scaled it to {kv_cache_spec.block_size} to make the pages of all layers equal",
                 f"Give --block-size {kv_cache_spec.block_size}",
             )  # fmt: skip
         # vLLM passes an admission cap only to managers of its own recycling specs, by isinstance; without
@@ -67,7 +69,7 @@ class H2OManager(FullAttentionManager):
         **kwargs: Any,
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
         """Hits end at the pinned blocks, the only ones that ``cache_blocks`` offers."""
-        pinned_tokens = kv_cache_spec.policy.pinned_tokens  # type: ignore[attr-defined]
+        pinned_tokens = kv_cache_spec.policy.pinned_tokens
         return super().find_longest_cache_hit(
             block_hashes,
             min(max_length, pinned_tokens),
