@@ -65,3 +65,10 @@ def save(name: str, directory: Path, *, scale: float = 3.0) -> Path:
                 parameter.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(path)
     return path
+
+
+def random_prompt(length: int, seed: int = 0) -> list[int]:
+    """Token ids that any of the tiny models knows."""
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist()
+    return ids

@@ -48,7 +48,8 @@ class QueryRing:
         # Lowest slot first: memory behind slots that were never needed is never touched.
         self._free = list(range(num_slots))
         self._flushed: list[int] = []  # slots read by the step under way, free from the next one on
-        self._reclaimed: dict[int, int] = {}  # block id -> offset its next query would have had
+        # Block id -> offset that its next query would have had, and how many were pending.
+        self._reclaimed: dict[int, tuple[int, int]] = {}
         self._step = 0
 
     @property
@@ -98,6 +99,9 @@ class QueryRing:
         if not tail_blocks.size:
             return tail_blocks, offsets
         self._reserve_blocks(int(tail_blocks.max()))
+        if self._reclaimed:
+            for block_id, offset in zip(tail_blocks.tolist(), offsets.tolist(), strict=True):
+                self._count_lost(block_id, offset)
         slots = self._slot_of_block[tail_blocks]
         pending = (slots != _NONE) & (self._next[slots] == offsets)
         # The chunk about to fill these blocks would make a leftover of an earlier owner look like ours.
@@ -108,8 +112,7 @@ class QueryRing:
         return np.where(pending, slots, _NONE), self._first[slots]
 
     def _take(self, block_id: int, offset: int) -> int:
-        if self._reclaimed.pop(block_id, _NONE) == offset:
-            self.lost_queries += offset
+        self._count_lost(block_id, offset)
         slot = int(self._slot_of_block[block_id])
         if slot == _NONE:
             if not self._free:
@@ -124,8 +127,16 @@ class QueryRing:
     def _reclaim_oldest(self) -> None:
         slot = int(np.argmin(self._last_use))
         assert self._last_use[slot] < self._step, "more live rows in a step than ring slots"
-        self._reclaimed[int(self._block_of_slot[slot])] = int(self._next[slot])
+        next_offset = int(self._next[slot])
+        num_pending = next_offset - int(self._first[slot])
+        self._reclaimed[int(self._block_of_slot[slot])] = next_offset, num_pending
         self._release(slot)
+
+    def _count_lost(self, block_id: int, offset: int) -> None:
+        """Note that the request of a reclaimed slot goes on, if it is still the same one."""
+        next_offset, num_pending = self._reclaimed.pop(block_id, (_NONE, 0))
+        if next_offset == offset:
+            self.lost_queries += num_pending
 
     def _release(self, slot: int) -> None:
         self._slot_of_block[self._block_of_slot[slot]] = _NONE

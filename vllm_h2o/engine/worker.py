@@ -66,9 +66,9 @@ class H2OCPUWorker(CPUWorker):
             for spec in evicting_layers.values()
         )
         logger.info(
-            "KV policy %s: budget %d tokens of max_model_len %d, recent %d, pinned %d (%d blocks), "
-            "block size %d, granularity %s, score half-life %s, pool %d; %d evicting layers, "
-            "scores take %d bytes per block inside the KV cache, kept queries %.1f MiB beside it; prefix caching shares only the "
+            "KV policy %s: budget %d tokens of max_model_len %d, recent %d, pinned %d (%d blocks), block "
+            "size %d, granularity %s, score half-life %s, pool %d; %d evicting layers, scores take %d bytes "
+            "per block inside the KV cache, kept queries %.1f MiB beside it; prefix caching shares only the "
             "pinned tokens, because all others change when tokens are dropped",
             policy.name, policy.budget_tokens, policy.max_model_len, policy.recent_tokens,
             policy.pinned_tokens, policy.pinned_blocks, policy.block_size, policy.granularity,

@@ -1,0 +1,40 @@
+"""The debugging record, on a cache whose compaction is known."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from paged import Pages, Shape, compaction
+from vllm_h2o.compaction import compact
+from vllm_h2o.trace import TraceLog
+
+
+def test_kept_positions_are_those_left_after_the_move() -> None:
+    pages = Pages(Shape(positions=True), seed=0)
+    rows = [pages.add_row(16), pages.add_row(12)]
+    # Head 0 drops the oldest that it may, head 1 the newest.
+    for row in rows:
+        for head, scores in enumerate((torch.arange(row.num_live), -torch.arange(row.num_live))):
+            pages.put(pages.layer.scores, row, head, scores)
+    plan = compaction(rows, [8, 4], 4, pinned_tokens=4, recent_tokens=3)
+    compact(pages.layer, plan)
+    log = TraceLog()
+    assert log.add_steps(np.array([7, 8, 9]), np.array([15, 3, 11]), np.array([1, 1, 1])) == 0
+    log.add_compaction("layer.3", pages.layer, plan, (0, 2))
+    assert log.steps == [(7, 15, 1), (8, 3, 1), (9, 11, 1)]
+    kept = [(step, name, [sorted(head) for head in heads]) for step, name, heads in log.kept]
+    pinned = [0, 1, 2, 3]
+    assert kept == [
+        (0, "layer.3", [[*pinned, 12, 13, 14, 15], [*pinned, 4, 13, 14, 15]]),
+        (2, "layer.3", [[*pinned, 8, 9, 10, 11], [*pinned, 4, 9, 10, 11]]),
+    ]
+
+
+def test_taking_starts_anew_and_leaves_what_was_taken_alone() -> None:
+    log = TraceLog()
+    log.add_steps(np.array([7]), np.array([0]), np.array([5]))
+    taken = log.take()
+    assert taken == {"steps": [(7, 0, 5)], "kept": []}
+    assert log.add_steps(np.array([7]), np.array([5]), np.array([1])) == 0
+    assert taken["steps"] == [(7, 0, 5)]
