@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,7 +38,7 @@ class Case:
     shape: Shape
     limits: Limits
     rows: list[tuple[int, int]]  # live tokens, blocks to drop
-    scores: list[list[list[float]]]  # [R][H][L]
+    scores: Sequence[Sequence[Sequence[float]]]  # [R][H][L]
     seed: int
 
 
@@ -76,11 +76,11 @@ def cases(draw: st.DrawFn) -> Case:
     alike = draw(st.booleans())
     scores = []
     for num_live, _ in rows:
+        of_head = st.lists(SCORES, min_size=num_live, max_size=num_live)
         if alike:
-            one = st.sampled_from([0.0, 1.0, 37.5, NAN]).map(lambda score, n=num_live: [score] * n)
-        else:
-            one = st.lists(SCORES, min_size=num_live, max_size=num_live)
-        scores.append([draw(one) for _ in range(shape.num_kv_heads)])
+            of_head = st.lists(SCORES, min_size=1, max_size=1)
+        repeats = num_live if alike else 1
+        scores.append([draw(of_head) * repeats for _ in range(shape.num_kv_heads)])
     return Case(shape, limits, rows, scores, draw(st.integers(0, 2**31)))
 
 
@@ -214,7 +214,7 @@ def views(pages: Pages) -> list[torch.Tensor]:
     return [layer.keys.transpose(2, 3), layer.values, layer.scores, *tracked]
 
 
-def simple_case(scores: list[list[float]], blocks: int = 1, **changes: object) -> Case:
+def simple_case(scores: Sequence[Sequence[float]], blocks: int = 1, **changes: object) -> Case:
     """One row of blocks of 4 with the first block pinned and 4 recent tokens, one list per head."""
     limits = {"pinned_tokens": 4, "recent_tokens": 4, "score_pool": 1, "by_block": False} | changes
     shape = Shape(num_kv_heads=len(scores), positions=limits["score_pool"] != 1)

@@ -329,7 +329,7 @@ def test_contradictory_sources_name_both(field: str) -> None:
 @pytest.mark.parametrize("by_flag", [False, True])
 def test_sources_complete_each_other(field: str, by_flag: bool) -> None:
     value = SETTINGS[field][0]
-    one, other = KVPolicySettings(**{field: value}), KVPolicySettings(**{"name": "h2o"})
+    one, other = KVPolicySettings(**{field: value}), KVPolicySettings(name="h2o")
     merged = KVPolicySettings.merge(*((one, other) if by_flag else (other, one)))
     assert merged == KVPolicySettings(**{"name": "h2o", field: value})
 

@@ -199,7 +199,7 @@ def config(**changes: object) -> KVPolicyConfig:
     return KVPolicyConfig(**{**values, **changes})  # type: ignore[arg-type]
 
 
-CONFIGS = {
+CONFIGS: dict[str, dict[str, object]] = {
     "paper": {},
     "half-life": {"score_half_life_tokens": 7.0},
     "pool": {"score_pool": 3},

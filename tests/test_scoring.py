@@ -213,7 +213,7 @@ def test_decode_one_by_one_equals_prefill_at_once() -> None:
     row = add_scored_row(once, num_live=24, num_new=8)
     query = once.random(8, model.num_heads, shape.head_size)
     by_step = once.copy()
-    options = {"pinned_blocks": 1, "half_life": 5.0}
+    options: dict[str, Any] = {"pinned_blocks": 1, "half_life": 5.0}
     score_prefill(once.layer, query, prefill_chunk(row, 0, 8, **options), model.attention)
     for i in range(8):
         so_far = Row(row.blocks, 17 + i)

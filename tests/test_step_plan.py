@@ -427,7 +427,7 @@ def test_tensors_have_the_types_that_indexing_needs() -> None:
     plan = world.step([(0, 1), (1, 17)])
     flush, chunk, compaction = plan.flushes[0], plan.chunks[0], plan.compaction
     assert compaction is not None
-    by_type = {
+    by_type: dict[torch.dtype, list[torch.Tensor | None]] = {
         torch.int64: [
             *(plan.append_tokens, plan.append_slots, plan.started_blocks, chunk.blocks),
             *(flush.ring_slots, flush.blocks, flush.write_rows, flush.write_cols, flush.write_blocks),

@@ -68,9 +68,12 @@ def test_staggered_finishes_and_aborts(llm: LLM) -> None:
 
 
 def test_neighbours_of_preempted_requests(llm: LLM) -> None:
-    """Who is preempted is recomputed in other chunks; all others are as if alone."""
+    """Who is preempted is recomputed in other chunks; all others are as if alone.
+
+    Short prompts are all admitted, then grow to their budgets, which the pool cannot hold.
+    """
     names = [f"r{i}" for i in range(15)]
-    prompts = {name: random_prompt(150 + 5 * i, seed=i) for i, name in enumerate(names)}
+    prompts = {name: random_prompt(40 + i, seed=i) for i, name in enumerate(names)}
     alone = {name: solo(llm, prompts[name], 150) for name in names}
     stepper = Stepper(llm)
     free = stepper.free_blocks
