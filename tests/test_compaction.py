@@ -76,11 +76,9 @@ def cases(draw: st.DrawFn) -> Case:
     alike = draw(st.booleans())
     scores = []
     for num_live, _ in rows:
-        of_head = st.lists(SCORES, min_size=num_live, max_size=num_live)
-        if alike:
-            of_head = st.lists(SCORES, min_size=1, max_size=1)
-        repeats = num_live if alike else 1
-        scores.append([draw(of_head) * repeats for _ in range(shape.num_kv_heads)])
+        count = 1 if alike else num_live
+        of_head = st.lists(SCORES, min_size=count, max_size=count)
+        scores.append([draw(of_head) * (num_live // count) for _ in range(shape.num_kv_heads)])
     return Case(shape, limits, rows, scores, draw(st.integers(0, 2**31)))
 
 
