@@ -1,13 +1,21 @@
-"""Attention backend: vLLM's CPU backend with our metadata builder and our attention."""
+"""Attention backend: vLLM's CPU backend with our metadata builder and our attention.
 
-from vllm_h2o.engine.attention import H2OCPUAttentionImpl
-from vllm_h2o.engine.builder import H2OCPUMetadataBuilder
+Both are imported on first use: this module is loaded wherever the plugin is, with a policy or without, and
+they bring the KV cache spec with them, which registers itself, and all of vLLM's specs before it.
+"""
+
+from typing import TYPE_CHECKING
+
 from vllm_h2o.engine.compat import (
     AttentionBackendEnum,
     CPUAttentionBackend,
     forget_selected_backends,
     register_backend,
 )
+
+if TYPE_CHECKING:
+    from vllm_h2o.engine.attention import H2OCPUAttentionImpl
+    from vllm_h2o.engine.builder import H2OCPUMetadataBuilder
 
 _PATH = f"{__name__}.H2OCPUAttentionBackend"
 
@@ -16,11 +24,15 @@ class H2OCPUAttentionBackend(CPUAttentionBackend):
     """Same kernels, dtypes, head sizes and cache layout as vLLM's ``CPU_ATTN``."""
 
     @staticmethod
-    def get_impl_cls() -> type[H2OCPUAttentionImpl]:
+    def get_impl_cls() -> "type[H2OCPUAttentionImpl]":
+        from vllm_h2o.engine.attention import H2OCPUAttentionImpl
+
         return H2OCPUAttentionImpl
 
     @staticmethod
-    def get_builder_cls() -> type[H2OCPUMetadataBuilder]:
+    def get_builder_cls() -> "type[H2OCPUMetadataBuilder]":
+        from vllm_h2o.engine.builder import H2OCPUMetadataBuilder
+
         return H2OCPUMetadataBuilder
 
 
