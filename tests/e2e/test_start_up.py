@@ -108,7 +108,7 @@ def test_a_bad_setting_is_named_with_its_limit_and_the_fix(words: list[str], mes
 
 def test_the_budget_that_a_refusal_names_is_accepted() -> None:
     words = ["--max-model-len", "2048", "--kv-policy", "h2o", "--kv-budget"]
-    with pytest.raises(ConfigError, match="Give at least 128$"):
+    with pytest.raises(ConfigError, match=r"Give at least 128$"):
         engine_config(*words, "96")
     config = engine_config(*words, "128")
     assert config.additional_config["kv_policy"]["budget_tokens"] == 128
