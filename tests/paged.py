@@ -165,6 +165,7 @@ def decode_flush(
         ring_slots=torch.tensor([k.ring_slot for k in kept]),
         blocks=blocks,
         visible=visible,
+        seen_by_all=int(visible.all(dim=0).all(dim=0).int().cumprod(0).sum()),
         weights=weights,
         decay=torch.tensor([_weight(k.stop - k.first, half_life) for k in kept]),
         write_rows=rows,

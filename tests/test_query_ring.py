@@ -59,8 +59,9 @@ class RingMachine(RuleBasedStateMachine):
         self.num_slots = num_slots
         self.live: list[Request] = []
         self.num_requests = self.step = self.lost = 0
-        # Ids past the ring's initial table too; reused from either end.
+        # Ids past the ring's initial table too; taken from either end.
         self.free_blocks = [*range(1, 14), 5000, 5001]
+        self.random.shuffle(self.free_blocks)
         self.memory: dict[int, dict[int, tuple[int, int]]] = {slot: {} for slot in range(num_slots)}
         self.slots: dict[int, Slot] = {}  # used slots
         self.scored: list[int] = []  # slots that the last step handed out
@@ -257,13 +258,45 @@ def test_an_ended_request_loses_nothing() -> None:
     assert ring.lost_queries == 0
 
 
+def test_block_ids_of_any_size() -> None:
+    """The table of blocks grows, and forgets nothing then."""
+    ring = QueryRing(num_slots=4, block_size=BLOCK)
+    held = {block: decode(ring, block, 0)[0] for block in (10, 3000, 100_000)}
+    assert {block: decode(ring, block, 1) for block in held} == {b: (s, 0) for b, s in held.items()}
+
+
+def test_a_block_that_starts_anew_has_lost_nothing() -> None:
+    """Its next owner may reach the offset where the reclaimed queries would have gone on."""
+    ring = QueryRing(num_slots=2, block_size=BLOCK)
+    for block, offset in ((10, 0), (10, 1), (11, 0), (12, 0)):
+        decode(ring, block, offset)
+    ring.start_step(ints([10]))  # by a chunk of two tokens
+    assert decode(ring, 10, 2)[1] == 2
+    assert ring.lost_queries == 0
+
+
+def test_queries_that_do_not_follow_are_not_joined() -> None:
+    """Whatever made a token of the block pass the ring by, earlier queries are of no use any more."""
+    ring = QueryRing(num_slots=2, block_size=BLOCK)
+    decode(ring, 10, 0)
+    assert decode(ring, 10, 2)[1] == 2
+    decode(ring, 11, 0)
+    ring.start_step(ints([]))
+    slots, _ = ring.take_pending(ints([11]), ints([2]))
+    assert slots.tolist() == [-1]
+    # The chunk ends where the leftover would have gone on.
+    assert decode(ring, 11, 1)[1] == 1
+
+
 def test_low_slots_are_used_first() -> None:
     """Memory behind slots that were never needed is never touched."""
     ring = QueryRing(num_slots=100, block_size=BLOCK)
+    blocks = ints([10, 11, 12])
     for _ in range(20):
-        for block in (10, 11, 12):
-            slots = {decode(ring, block, offset)[0] for offset in range(BLOCK)}
-            assert slots <= {0, 1}
+        for offset in range(BLOCK):
+            ring.start_step(blocks if offset == 0 else blocks[:0])
+            slots, _ = ring.append(blocks, np.full(3, offset))
+            assert set(slots.tolist()) == {0, 1, 2}
 
 
 def test_more_rows_than_slots_is_our_bug() -> None:

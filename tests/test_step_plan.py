@@ -227,6 +227,8 @@ class World:
     def _flush(self, flush: DecodeFlush, rows: list[tuple[Request, int]]) -> Iterator[int]:
         bs = self.cfg.block_size
         writes: list[tuple[int, int, int]] = []
+        # What is scored without a mask is seen by the query and the row that see least.
+        assert flush.seen_by_all == int(flush.visible.sum(dim=2).min())
         # Read everything before anything is written: the rows are one batch.
         for r, padded in enumerate(flush.blocks.tolist()):
             blocks = [block for block in padded if block != step_plan.NULL_BLOCK]
@@ -409,6 +411,21 @@ def test_nothing_is_due_between_block_boundaries() -> None:
     plan = world.step([(0, 1)])  # 16 tokens: the block and the budget are full
     assert len(plan.flushes) == 1
     assert plan.compaction is not None
+
+
+@pytest.mark.parametrize("left_over", [1, 2, 3])
+@pytest.mark.parametrize("prompt", [1, 2, 3])
+def test_queries_of_an_ended_request_are_not_scored_for_the_next(left_over: int, prompt: int) -> None:
+    """Nobody says that a request has ended; the next one may get its tail block, at the same offset."""
+    world = World(config())
+    for _ in range(left_over):
+        world.step([(0, 1)])
+    tail = world.requests[0].blocks[0]
+    world.end(0)
+    world.step([(0, prompt)])
+    assert world.requests[0].blocks[0] == tail
+    while world.requests[0].computed < 8:
+        world.step([(0, 1)])
 
 
 @pytest.mark.parametrize(("num_padding", "num_null"), [(0, 0), (3, 0), (0, 2), (2, 1)])

@@ -48,15 +48,15 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
 }
 
 
-def save(name: str, directory: Path, *, scale: float = 3.0) -> Path:
-    """Write the model under ``directory`` and return its path.
+def save(name: str, directory: Path, *, scale: float = 3.0, config: PretrainedConfig | None = None) -> Path:
+    """Write the model ``name`` (of another ``config``, if given) under ``directory`` and return its path.
 
     The default initialisation makes attention nearly uniform; ``scale`` times larger weights make it peaked,
     so that scores tell tokens apart.
     """
     path = directory / name
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config or CONFIGS[name](), dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

@@ -67,8 +67,8 @@ def select_victims(
 ) -> torch.Tensor:
     """The ``num_dropped_tokens`` eligible tokens of each row and head that rank lowest.
 
-    Equal ranks go in slot order, which is age order but for survivors that were moved; where positions
-    are tracked it is age order throughout.
+    Equal ranks go in slot order, which is age order but for survivors that were moved. Pooling makes equal
+    ranks common, so with it single tokens go strictly by age.
 
     Args:
         scores: ``[R, H, S]`` float32.

@@ -180,12 +180,12 @@ class KVPolicySettings:
             score_pool=self._pool(),
             max_model_len=max_model_len,
             max_in_flight_tokens=max_in_flight_tokens,
-            trace=bool(self.trace),
+            trace=self._trace(),
         )
         if not config.evicts:
-            if budget > max_model_len:
+            if rounded > max_model_len:
                 notes.append(
-                    f"budget {budget} is over max_model_len {max_model_len}: nothing is ever evicted"
+                    f"budget {rounded} is over max_model_len {max_model_len}: nothing is ever evicted"
                 )
         elif _room(config) < block_size:
             smallest = self._smallest_budget(config)
@@ -203,6 +203,11 @@ class KVPolicySettings:
 
     def _recent_tokens(self, budget_tokens: int) -> int:
         return _tokens("--kv-recent", 0.5 if self.recent is None else self.recent, budget_tokens, minimum=0)
+
+    def _trace(self) -> bool:
+        if self.trace not in (None, True, False):
+            raise ConfigError("trace", self.trace, "it must be true or false", "Leave it out")
+        return bool(self.trace)
 
     def _granularity(self) -> Granularity:
         for granularity in GRANULARITIES:

@@ -46,6 +46,7 @@ class DecodeFlush:
         ring_slots: ``[R]`` int64.
         blocks: ``[R, M]`` int64, each row's live blocks in order, padded with block 0.
         visible: ``[R, bs, M * bs]`` bool: does the query at this ring offset see this slot.
+        seen_by_all: leading slots that every query of every row sees, so that they need no mask.
         weights: ``[R, bs]`` float32, weight of each query; 0 where none is pending.
         decay: ``[R]`` float32, factor on what is stored.
         write_rows, write_cols, write_blocks: ``[W]`` int64, the (row, column, id) of every block whose
@@ -55,6 +56,7 @@ class DecodeFlush:
     ring_slots: torch.Tensor
     blocks: torch.Tensor
     visible: torch.Tensor
+    seen_by_all: int
     weights: torch.Tensor
     decay: torch.Tensor
     write_rows: torch.Tensor
@@ -103,10 +105,11 @@ def score_decode(layer: PagedLayer, ring: torch.Tensor, flush: DecodeFlush, shap
     # [R, bs, H, G, D] -> [R * H, bs * G, D]
     queries = queries.unflatten(2, (num_kv_heads, group))
     queries = queries.permute(0, 2, 1, 3, 4).reshape(-1, bs * group, head_size).float()
-    logits = torch.bmm(queries, keys).view(num_rows, num_kv_heads, bs, group, num_slots)
-    logits = _shaped(logits, shape)
+    logits = torch.bmm(queries * shape.scale, keys)
+    logits = _softcapped(logits.view(num_rows, num_kv_heads, bs, group, num_slots), shape)
     # Overwrites, so NaN in slots past a row's end can't spread.
-    logits.masked_fill_(~flush.visible[:, None, :, None], -torch.inf)
+    hidden = ~flush.visible[:, None, :, None, flush.seen_by_all :]
+    logits[..., flush.seen_by_all :].masked_fill_(hidden, -torch.inf)
     probs = _probabilities(logits, shape.sinks, num_kv_heads)
     weights = flush.weights[:, None, :, None].expand(num_rows, num_kv_heads, bs, group)
     added = torch.matmul(weights.reshape(num_rows, num_kv_heads, 1, bs * group), probs.flatten(2, 3)).view(
@@ -136,9 +139,9 @@ def score_prefill(layer: PagedLayer, query: torch.Tensor, chunk: PrefillChunk, s
         num_seen = num_live - num_queries + stop
         tile = query[chunk.first_token + start : chunk.first_token + stop]
         tile = tile.unflatten(1, (num_kv_heads, group)).permute(1, 0, 2, 3)
-        tile = tile.reshape(num_kv_heads, count * group, head_size).float()
+        tile = tile.reshape(num_kv_heads, count * group, head_size).float() * shape.scale
         logits = torch.bmm(tile, keys[:, :, :num_seen]).view(num_kv_heads, count, group, num_seen)
-        logits = _shaped(logits, shape)
+        logits = _softcapped(logits, shape)
         hidden = torch.ones(count, count, dtype=torch.bool, device=query.device).triu_(1)
         logits[..., num_seen - count :].masked_fill_(hidden[None, :, None], -torch.inf)
         probs = _probabilities(logits[None], shape.sinks, num_kv_heads)[0]
@@ -149,8 +152,7 @@ def score_prefill(layer: PagedLayer, query: torch.Tensor, chunk: PrefillChunk, s
     layer.scores[blocks] = layer.scores[blocks] * chunk.decay + added
 
 
-def _shaped(logits: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
-    logits *= shape.scale
+def _softcapped(logits: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
     if shape.softcap:
         logits = logits.div_(shape.softcap).tanh_().mul_(shape.softcap)
     return logits

@@ -24,8 +24,8 @@ BlockTable = npt.NDArray[np.int32]
 NULL_BLOCK = 0
 """vLLM's block for padding; a row whose tail is here computes nothing real."""
 
-MAX_FLUSH_SLOTS = 8192
-"""Slots (rows times the longest row) scored in one batch, to bound the memory of its logits."""
+MAX_FLUSH_SLOTS = 2048
+"""Slots (rows times the longest row) scored in one batch: its logits then stay in the CPU's cache."""
 
 
 @dataclass(frozen=True)
@@ -228,6 +228,7 @@ class StepPlanner:
             ring_slots=self._tensor(rows.slots),
             blocks=self._tensor(blocks),
             visible=self._tensor(np.arange(columns.size * bs) < num_seen[:, :, None]),
+            seen_by_all=int(num_seen.min()),
             weights=self._tensor(weights.astype(np.float32)),
             decay=self._tensor(self.policy.decay(rows.stop - rows.first)),
             write_rows=self._tensor(write_rows),

@@ -1,0 +1,158 @@
+"""What can't be served is refused at start-up, every reason in one error, each with value and fix.
+
+Most reasons show in the configuration: for these a directory with nothing but a config.json is enough, read
+by vLLM's own ``create_engine_config``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from vllm.engine.arg_utils import EngineArgs
+
+from tests.engines import MODEL, engine
+from tests.tiny_models import CONFIGS, save
+from vllm_h2o.config import KVPolicyConfig
+from vllm_h2o.errors import RefusedError
+
+POLICY = {"kv_policy": {"name": "h2o", "budget": 256}}
+TINY = {"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def configure(model: Path | str, **options: Any) -> KVPolicyConfig:
+    """vLLM's configuration of an engine that is never started."""
+    arguments = {"skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 1024, **options}
+    vllm_config = EngineArgs(str(model), additional_config=POLICY, **arguments).create_engine_config()
+    policy = KVPolicyConfig.from_additional_config(vllm_config.additional_config)
+    assert policy is not None
+    return policy
+
+
+def config_only(directory: Path, config: transformers.PretrainedConfig, architecture: str) -> Path:
+    config.architectures = [architecture]
+    config.save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("options", "found", "fix"),
+    [
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+            "ngram",
+            "--speculative-config",
+        ),
+        ({"kv_cache_dtype": "fp8"}, "fp8", "--kv-cache-dtype auto"),
+        ({"worker_cls": "vllm.v1.worker.worker_base.WorkerBase"}, "WorkerBase", "Drop it"),
+        ({"kv_offloading_size": 1.0}, "1.0 GiB", "--kv-offloading-size"),
+        (
+            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+            "ExampleConnector",
+            "--kv-transfer-config",
+        ),
+    ],
+    ids=["speculative", "quantised-kv", "worker", "offloading", "connector"],
+)
+def test_engine_features(options: dict[str, Any], found: str, fix: str) -> None:
+    with pytest.raises(RefusedError) as error:
+        configure(MODEL, **options)
+    assert found in str(error.value)
+    assert fix in str(error.value)
+
+
+def test_all_reasons_at_once() -> None:
+    with pytest.raises(RefusedError) as error:
+        configure(
+            MODEL,
+            kv_cache_dtype="fp8",
+            speculative_config={"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3},
+            worker_cls="vllm.v1.worker.worker_base.WorkerBase",
+        )
+    assert len(error.value.refusals) == 3
+    for found in ("fp8", "ngram", "WorkerBase"):
+        assert found in str(error.value)
+
+
+def test_plain_model_is_accepted() -> None:
+    assert configure(MODEL).budget_tokens == 256
+
+
+_CONFIGURATIONS = {
+    "ALiBi": (
+        "BloomForCausalLM",
+        lambda: transformers.BloomConfig(vocab_size=512, hidden_size=128, n_layer=2, n_head=4),
+    ),
+    "MLA": (
+        "DeepseekV2ForCausalLM",
+        lambda: transformers.DeepseekV2Config(
+            **TINY,
+            num_key_value_heads=4,
+            kv_lora_rank=32,
+            q_lora_rank=None,
+            qk_rope_head_dim=32,
+            qk_nope_head_dim=32,
+            v_head_dim=32,
+            intermediate_size=128,
+            moe_intermediate_size=64,
+            n_routed_experts=2,
+            num_experts_per_tok=1,
+        ),
+    ),
+    "state-space": (
+        "JambaForCausalLM",
+        lambda: transformers.JambaConfig(
+            **TINY, num_key_value_heads=2, intermediate_size=128, attn_layer_period=2, attn_layer_offset=1
+        ),
+    ),
+    "without attention": (
+        "MambaForCausalLM",
+        lambda: transformers.MambaConfig(vocab_size=512, hidden_size=128, num_hidden_layers=2),
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", list(_CONFIGURATIONS))
+def test_model_configurations(reason: str, tmp_path: Path) -> None:
+    architecture, config = _CONFIGURATIONS[reason]
+    model = config_only(tmp_path, config(), architecture)
+    with pytest.raises(RefusedError, match=reason) as error:
+        configure(model)
+    assert "without --kv-policy" in str(error.value)
+
+
+def test_pooling_model(tmp_path: Path) -> None:
+    model = config_only(tmp_path, CONFIGS["llama-gqa"](), "LlamaForCausalLM")
+    with pytest.raises(RefusedError, match="pooling"):
+        configure(model, runner="pooling")
+
+
+def test_sliding_window_without_hybrid_manager(tmp_path: Path) -> None:
+    model = config_only(tmp_path, CONFIGS["gemma3-hybrid-sliding-window"](), "Gemma3ForCausalLM")
+    with pytest.raises(RefusedError, match="hybrid KV cache manager"):
+        configure(model, disable_hybrid_kv_cache_manager=True)
+
+
+def test_no_full_attention_layer(tmp_path: Path) -> None:
+    """Only the loaded layers show this."""
+    config = transformers.MistralConfig(
+        **TINY, num_key_value_heads=2, intermediate_size=128, sliding_window=64, max_position_embeddings=2048
+    )
+    model = save("mistral-sliding-only", tmp_path, config=config)
+    with (
+        pytest.raises(RefusedError, match="no full-attention layer"),
+        engine(str(model), policy={"budget": 256}, skip_tokenizer_init=True),
+    ):
+        pass
+
+
+def test_alibi_in_the_loaded_layers(tmp_path: Path) -> None:
+    """A model whose configuration doesn't give ALiBi away; its attention layers do."""
+    config = transformers.FalconConfig(
+        **TINY, num_kv_heads=4, new_decoder_architecture=True, bias=False, parallel_attn=True
+    )
+    config.alibi = True
+    with pytest.raises(RefusedError, match="ALiBi"):
+        configure(config_only(tmp_path, config, "FalconForCausalLM"))
