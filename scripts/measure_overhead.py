@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
@@ -39,7 +40,6 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
 def decode_once(variant: str) -> dict[str, float]:
     """In a process of its own: decode speed and memory of one engine (child of ``measure_decode``)."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    import psutil
     from vllm import LLM, SamplingParams
 
     policy = VARIANTS[variant]
@@ -73,7 +73,7 @@ def decode_once(variant: str) -> dict[str, float]:
     return {
         "prefill_s": prefilled - started,
         "decode_tokens_per_s": (sum(counts.values()) - first) / (decoded - prefilled),
-        "rss_bytes": psutil.Process().memory_info().rss,
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 
 

@@ -36,19 +36,3 @@ def test_engine_keeps_what_the_oracle_keeps(
     policy = {"budget": budget, "granularity": granularity, **scores}
     with engine(policy={**policy, "trace": True}, enable_prefix_caching=False) as llm:
         assert_engine_agrees(llm, oracle, oracle_config(policy), prompts, NEW_TOKENS)
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [
-        pytest.param({"budget": 192, "score_half_life": 8.0}, id="half-life-alone"),
-        pytest.param({"budget": 192, "score_pool": 3}, id="pool-alone"),
-        pytest.param({"budget": 192, "recent": 0, "pin_tokens": 0}, id="nothing-protected"),
-        pytest.param({"budget": 192, "recent": 45, "pin_tokens": 64}, id="odd-recent-two-pinned"),
-        pytest.param({"budget": 160, "recent": 96, "pin_tokens": 32}, id="just-pinned-recent-block"),
-    ],
-)
-def test_settings_one_by_one(policy: dict[str, Any], oracle: Oracle, text_ids: list[int]) -> None:
-    prompts = [text_ids[:40], text_ids[500:930]]
-    with engine(policy={**policy, "trace": True}, enable_prefix_caching=False) as llm:
-        assert_engine_agrees(llm, oracle, oracle_config(policy), prompts, 230)
