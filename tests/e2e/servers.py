@@ -29,6 +29,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": server_process.HOST,
     "VLLM_LOGGING_LEVEL": "INFO",
+    "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB; left to itself vLLM claims nearly all of the machine's memory
     # Tests that run engines inside their own process switch this off, for themselves only.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
 }
