@@ -54,12 +54,14 @@ def engine(model: str = MODEL, policy: dict[str, Any] | None = None, **options: 
 
 @dataclass(frozen=True)
 class Completion:
-    """One greedy completion: token ids, and the logprob of each generated token."""
+    """One greedy completion: token ids, the logprob of each generated token, and, where asked for, of each
+    prompt token but the first."""
 
     prompt_ids: list[int]
     token_ids: list[int]
     logprobs: list[float]
     text: str
+    prompt_logprobs: list[float]
 
     @property
     def fed_ids(self) -> list[int]:
@@ -93,6 +95,12 @@ def complete(
                 )
             ],
             output.outputs[0].text,
+            [
+                step[token].logprob
+                for step, token in zip(
+                    (output.prompt_logprobs or [])[1:], (output.prompt_token_ids or [])[1:], strict=False
+                )
+            ],
         )
         for output in outputs
     ]

@@ -29,6 +29,12 @@ _LLAMA_LIKE = {
     "head_dim": 32,
 }
 
+
+def _gemma3(layer_types: list[str]) -> PretrainedConfig:
+    sizes = {**_LLAMA_LIKE, "num_hidden_layers": len(layer_types)}
+    return Gemma3TextConfig(**sizes, sliding_window=64, layer_types=layer_types, query_pre_attn_scalar=32)
+
+
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama-gqa": lambda: LlamaConfig(**_LLAMA_LIKE),
     "opt-learned-positions": lambda: OPTConfig(
@@ -39,12 +45,8 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "qwen3-qk-norm": lambda: Qwen3Config(**_LLAMA_LIKE),
     "qwen2-attention-bias": lambda: Qwen2Config(**_LLAMA_LIKE),
-    "gemma3-hybrid-sliding-window": lambda: Gemma3TextConfig(
-        **{**_LLAMA_LIKE, "num_hidden_layers": 4},
-        sliding_window=64,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        query_pre_attn_scalar=32,
-    ),
+    "gemma3-sliding-first": lambda: _gemma3(["sliding_attention", "full_attention"] * 2),
+    "gemma3-full-first": lambda: _gemma3(["full_attention", "sliding_attention"] * 2),
 }
 
 

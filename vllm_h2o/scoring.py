@@ -18,7 +18,10 @@ import torch
 from vllm_h2o.layout import PagedLayer
 
 QUERY_TILE = 64
-"""Queries scored at a time in a prefill: their logits stay in the CPU's cache."""
+"""Most queries scored at a time in a prefill."""
+
+TILE_BYTES = 4 * 2**20
+"""Most bytes of a prefill tile's logits: they should stay in the CPU's cache, whatever the context."""
 
 
 @dataclass(frozen=True)
@@ -130,11 +133,13 @@ def score_prefill(layer: PagedLayer, query: torch.Tensor, chunk: PrefillChunk, s
     num_kv_heads, head_size, bs = layer.keys.shape[1:]
     group = query.shape[1] // num_kv_heads
     num_live, num_queries = chunk.num_live, chunk.num_queries
-    keys = layer.keys[chunk.blocks].permute(1, 2, 0, 3).reshape(num_kv_heads, head_size, -1)
-    keys = keys[:, :, :num_live].float()
-    added = keys.new_zeros(num_kv_heads, chunk.blocks.numel() * bs)
-    for start in range(0, num_queries, QUERY_TILE):
-        stop = min(start + QUERY_TILE, num_queries)
+    keys = torch.empty(num_kv_heads, head_size, chunk.blocks.numel(), bs, device=query.device)
+    keys.copy_(layer.keys[chunk.blocks].permute(1, 2, 0, 3))
+    keys = keys.flatten(2)
+    added = keys.new_zeros(num_kv_heads, keys.shape[2])
+    tile_queries = max(1, min(QUERY_TILE, TILE_BYTES // (4 * query.shape[1] * num_live)))
+    for start in range(0, num_queries, tile_queries):
+        stop = min(start + tile_queries, num_queries)
         count = stop - start
         num_seen = num_live - num_queries + stop
         tile = query[chunk.first_token + start : chunk.first_token + stop]

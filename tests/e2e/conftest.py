@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.servers import BLOCK_SIZE, BUDGET, CHUNK, MAX_MODEL_LEN, MODEL_NAME, NUM_BLOCKS, Server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """150 blocks of 32 tokens: 4,800, where one request of 8,192 is promised.
 
@@ -36,7 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def text(server: Server) -> list[int]:
     """About 10,000 tokens of English."""
     license_text = (Path(__file__).parents[2] / "LICENSE").read_text()

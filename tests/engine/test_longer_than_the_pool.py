@@ -8,7 +8,7 @@ import pytest
 
 from tests.engines import engine
 from tests.stepping import Stepper
-from tests.tiny_models import random_prompt, save
+from tests.tiny_models import MAX_POSITIONS, random_prompt, save
 
 
 def test_prompt_and_sequence_above_the_pool_are_served(tmp_path: Path) -> None:
@@ -23,3 +23,13 @@ def test_prompt_and_sequence_above_the_pool_are_served(tmp_path: Path) -> None:
         stepper.add("long", random_prompt(1900), 140)
         assert len(stepper.run()["long"]) == 140
         stepper.assert_idle(free)
+
+
+def test_automatic_length_keeps_the_models_length(tmp_path: Path) -> None:
+    """``--max-model-len auto`` shrinks the length to what fits; with a budget the whole length does."""
+    model = str(save("llama-gqa", tmp_path))
+    options = {"num_gpu_blocks_override": 20, "max_model_len": -1, "skip_tokenizer_init": True}
+    with engine(model, policy={"budget": 256}, **options) as llm:
+        assert llm.llm_engine.model_config.max_model_len == MAX_POSITIONS
+    with engine(model, **options) as llm:
+        assert llm.llm_engine.model_config.max_model_len < MAX_POSITIONS

@@ -16,6 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 from tests.engines import MODEL, engine
 from tests.tiny_models import CONFIGS, save
 from vllm_h2o.config import KVPolicyConfig
+from vllm_h2o.engine import install
 from vllm_h2o.errors import RefusedError
 
 POLICY = {"kv_policy": {"name": "h2o", "budget": 256}}
@@ -129,10 +130,28 @@ def test_pooling_model(tmp_path: Path) -> None:
         configure(model, runner="pooling")
 
 
-def test_sliding_window_without_hybrid_manager(tmp_path: Path) -> None:
-    model = config_only(tmp_path, CONFIGS["gemma3-hybrid-sliding-window"](), "Gemma3ForCausalLM")
-    with pytest.raises(RefusedError, match="hybrid KV cache manager"):
-        configure(model, disable_hybrid_kv_cache_manager=True)
+@pytest.mark.parametrize("model", ["gemma3-sliding-first", "gemma3-full-first"])
+def test_sliding_window_without_hybrid_manager(model: str, tmp_path: Path) -> None:
+    options = {"skip_tokenizer_init": True, "disable_hybrid_kv_cache_manager": True}
+    with (
+        pytest.raises(RefusedError, match="without vLLM's hybrid KV cache manager"),
+        engine(str(save(model, tmp_path)), policy={"budget": 256}, **options),
+    ):
+        pass
+
+
+def test_quantised_kv_cache_that_only_the_checkpoint_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints with KV cache scales set the layers' dtype while the configuration still says auto."""
+    monkeypatch.setattr(install, "refuse_engine", lambda *_: None)
+    options = {"skip_tokenizer_init": True, "kv_cache_dtype": "fp8"}
+    with (
+        pytest.raises(RefusedError, match="quantised KV caches") as error,
+        engine(str(save("llama-gqa", tmp_path)), policy={"budget": 256}, **options),
+    ):
+        pass
+    assert len(error.value.refusals) <= 2, "one line a reason, however many layers have it"
 
 
 def test_no_full_attention_layer(tmp_path: Path) -> None:

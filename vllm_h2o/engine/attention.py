@@ -17,7 +17,7 @@ class H2OCPUAttentionImpl(CPUAttentionBackendImpl):
 
     Attributes:
         query_ring: ``[num_slots * block_size, num_heads, head_size]``, set by
-            ``vllm_h2o.engine.ring_memory`` for evicting layers.
+            ``vllm_h2o.engine.memory`` for evicting layers.
     """
 
     query_ring: torch.Tensor

@@ -12,7 +12,7 @@ from vllm_h2o.engine.compat import (
     VllmConfig,
     init_logger,
 )
-from vllm_h2o.engine.ring_memory import allocate_rings
+from vllm_h2o.engine.memory import allocate_rings
 from vllm_h2o.engine.spec import H2OSpec
 from vllm_h2o.query_ring import QueryRing, num_ring_slots
 from vllm_h2o.step_plan import Batch, StepPlanner

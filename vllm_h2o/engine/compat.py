@@ -31,6 +31,7 @@ from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
+    KVQuantMode,
     SlidingWindowSpec,
 )
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
@@ -57,6 +58,7 @@ __all__ = [
     "KVCacheBlock",
     "KVCacheSpec",
     "KVCacheSpecRegistry",
+    "KVQuantMode",
     "Request",
     "SlidingWindowSpec",
     "VllmConfig",
@@ -131,13 +133,8 @@ SEAMS: tuple[Seam, ...] = (
         "carries the settings",
     ),
     Seam("vllm.config:VllmConfig.max_in_flight_tokens", (), "bounds the blocks of a request"),
+    Seam("vllm.config:VllmConfig.use_v2_model_runner", (), "refuses the runner that wasn't tested"),
     Seam("vllm.config:ParallelConfig", ("worker_cls", "worker_extension_cls"), "our worker class"),
-    Seam(
-        "vllm.v1.worker.cpu_worker:CPUWorker.determine_available_memory",
-        ("self",),
-        "takes off the ring",
-    ),
-    Seam("vllm.v1.worker.cpu_worker:CPUWorker.load_model", (), "finds what the loaded model refuses"),
     Seam(
         "vllm.v1.attention.backends.registry:register_backend",
         ("backend", "class_path"),
@@ -148,7 +145,6 @@ SEAMS: tuple[Seam, ...] = (
         (),
         "forgets vLLM's choice",
     ),
-    Seam("vllm.v1.attention.backend:AttentionBackend.customize_spec", ("spec",), "our KV cache spec"),
     Seam(
         "vllm.v1.attention.backend:CommonAttentionMetadata",
         (
@@ -218,6 +214,14 @@ SEAMS: tuple[Seam, ...] = (
         ("block_hashes", "max_length", "kv_cache_group_ids", "block_pool", "kv_cache_spec"),
         "hits end at the pinned blocks",
     ),
+)
+
+# Checked by ``vllm_h2o.engine.worker`` only: importing vLLM's CPU worker replaces functions of torch for the
+# whole process, which nobody but a CPU worker may do.
+WORKER_SEAMS: tuple[Seam, ...] = (
+    Seam("vllm.v1.worker.cpu_worker:CPUWorker.determine_available_memory", ("self",), "takes off the ring"),
+    Seam("vllm.v1.worker.cpu_worker:CPUWorker.load_model", (), "finds what the loaded model refuses"),
+    Seam("vllm.v1.worker.cpu_worker:CPUWorker.get_kv_cache_spec", ("self",), "our KV cache spec"),
 )
 
 

@@ -60,9 +60,14 @@ def _wrap_create_engine_config(original: Any) -> Any:
         if settings.name is None:
             backend.deactivate()
             return original(self, *args, **kwargs)
-        if self.block_size is None and current_platform.is_cpu():
+        given = self.block_size
+        if given is None and current_platform.is_cpu():
             self.block_size = DEFAULT_CPU_BLOCK_SIZE
-        return apply_policy(original(self, *args, **kwargs), settings)
+        try:
+            vllm_config = original(self, *args, **kwargs)
+        finally:
+            self.block_size = given  # these arguments may make another engine, one without a policy
+        return apply_policy(vllm_config, settings)
 
     setattr(create_engine_config, _MARK, True)
     return create_engine_config

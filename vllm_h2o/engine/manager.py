@@ -31,7 +31,7 @@ class H2OManager(FullAttentionManager):
             raise ConfigError(
                 "--block-size", self.policy.block_size,
                 f"vLLM scaled it to {kv_cache_spec.block_size} to make the pages of all layers equal",
-                f"Give --block-size {kv_cache_spec.block_size}",
+                "Serve this model without --kv-policy",
             )  # fmt: skip
         # vLLM passes an admission cap only to managers of its own recycling specs, by isinstance; without
         # one a prompt longer than the pool would never be admitted.

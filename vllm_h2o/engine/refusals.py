@@ -1,7 +1,6 @@
 """What eviction can't serve, said before the first request; all reasons in one error."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.engine import backend
@@ -12,6 +11,7 @@ from vllm_h2o.engine.compat import (
     AttentionType,
     CpuArchEnum,
     FullAttentionSpec,
+    KVQuantMode,
     SlidingWindowSpec,
     VllmConfig,
     current_platform,
@@ -31,9 +31,14 @@ def refuse_engine(vllm_config: VllmConfig, policy_name: str) -> None:
 
 def refuse_model(vllm_config: VllmConfig, policy: KVPolicyConfig) -> None:
     """Raise RefusedError with every reason that only the loaded layers show."""
-    refusals = list(_layers(vllm_config)) if policy.evicts else []
+    if not policy.evicts:
+        return
+    # One line a reason, with the first layer that has it.
+    refusals: dict[str, Refusal] = {}
+    for refusal in _layers(vllm_config):
+        refusals.setdefault(refusal.what, refusal)
     if refusals:
-        raise RefusedError(policy.name, refusals)
+        raise RefusedError(policy.name, list(refusals.values()))
 
 
 def _platform(vllm_config: VllmConfig) -> Iterator[Refusal]:
@@ -81,12 +86,11 @@ def _features(vllm_config: VllmConfig) -> Iterator[Refusal]:
             yield Refusal("context parallelism", f"--{flag} {size}", "Set it to 1.")
     if cache.cache_dtype not in ("auto", "bfloat16", "float16"):
         yield Refusal("quantised KV caches", cache.cache_dtype, "Use --kv-cache-dtype auto.")
-    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager and _has_sliding_window(vllm_config):
+    if vllm_config.use_v2_model_runner:
         yield Refusal(
-            "a model with sliding-window layers without vLLM's hybrid KV cache manager",
-            "disable_hybrid_kv_cache_manager=True",
-            "Drop --disable-hybrid-kv-cache-manager (and KV events, which switch it off).",
-        )
+            "vLLM's V2 model runner on CPU", "it is the default where Triton has a CPU backend",
+            "Set VLLM_USE_V2_MODEL_RUNNER=0.",
+        )  # fmt: skip
 
 
 def _model_config(vllm_config: VllmConfig) -> Iterator[Refusal]:
@@ -104,19 +108,20 @@ def _model_config(vllm_config: VllmConfig) -> Iterator[Refusal]:
         yield Refusal("models with state-space or linear-attention layers", name, _PLAIN)
     if model.is_mm_prefix_lm:
         yield Refusal("models with bidirectional attention over images", name, _PLAIN)
-    if _uses_alibi(model.hf_text_config):
+    if model.uses_alibi:
         yield Refusal("ALiBi position biases", name, _PLAIN)
 
 
 def _layers(vllm_config: VllmConfig) -> Iterator[Refusal]:
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
-    num_full = 0
+    num_full = num_sliding = 0
     for layer_name, layer in layers.items():
         if not isinstance(layer, Attention):
             yield Refusal("attention layers of another kind", f"{layer_name}: {type(layer).__name__}", _PLAIN)
             continue
         spec = layer.get_kv_cache_spec(vllm_config)
         if isinstance(spec, SlidingWindowSpec) or spec is None:
+            num_sliding += spec is not None
             continue
         if layer.kv_sharing_target_layer_name is not None:
             target = layer.kv_sharing_target_layer_name
@@ -125,19 +130,22 @@ def _layers(vllm_config: VllmConfig) -> Iterator[Refusal]:
             yield Refusal("attention that isn't causal", f"{layer_name}: {layer.attn_type}", _PLAIN)
         elif getattr(layer.impl, "alibi_slopes", None) is not None:
             yield Refusal("ALiBi position biases", layer_name, _PLAIN)
+        elif spec.kv_quant_mode != KVQuantMode.NONE:
+            # The configuration can say "auto" and the checkpoint ask for it.
+            quantised = f"{layer_name}: {layer.kv_cache_dtype}"
+            yield Refusal("quantised KV caches", quantised, "Use a checkpoint without KV cache scales.")
         elif type(spec) is not FullAttentionSpec:
             yield Refusal("KV caches of another kind", f"{layer_name}: {type(spec).__name__}", _PLAIN)
         elif layer.attn_backend is not backend.H2OCPUAttentionBackend:
             yield Refusal("attention backends that aren't wrapped", layer.attn_backend.get_name(), _PLAIN)
         else:
             num_full += 1
-    if not num_full:
+    if num_sliding and vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        yield Refusal(
+            "sliding-window layers without vLLM's hybrid KV cache manager",
+            "disable_hybrid_kv_cache_manager=True",
+            "Drop --disable-hybrid-kv-cache-manager.",
+        )
+    # A pipeline stage may well have none; no stage sees the others' layers.
+    if not num_full and vllm_config.parallel_config.pipeline_parallel_size == 1:
         yield Refusal("a model with no full-attention layer: there is nothing to evict", "none", _PLAIN)
-
-
-def _uses_alibi(text_config: Any) -> bool:
-    return bool(getattr(text_config, "alibi", False)) or getattr(text_config, "model_type", "") == "bloom"
-
-
-def _has_sliding_window(vllm_config: VllmConfig) -> bool:
-    return getattr(vllm_config.model_config.hf_text_config, "sliding_window", None) is not None

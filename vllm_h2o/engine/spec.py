@@ -5,7 +5,7 @@ pickle, and unpickling one imports this module, so the scheduler's process knows
 worker uses it.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Self
 
 from vllm_h2o.config import KVPolicyConfig
@@ -45,16 +45,17 @@ class H2OSpec(FullAttentionSpec):
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         """What one request of ``max_model_len`` needs; this lets ``max_model_len`` exceed the pool."""
-        return self.policy.max_blocks_per_request * self.page_size_bytes
+        # vLLM asks with shorter lengths, too, to find the longest that fits.
+        max_model_len = min(self.policy.max_model_len, vllm_config.model_config.max_model_len)
+        fitted = replace(self.policy, max_model_len=max_model_len)
+        return fitted.max_blocks_per_request * self.page_size_bytes
 
     @classmethod
     def merge(cls, specs: list[Self]) -> Self:
         """One spec for layers that share a group; they must agree in everything."""
-        first = specs[0]
-        for spec in specs[1:]:
-            if spec != first:
-                raise ValueError(f"layers of one KV cache group differ: {spec} and {first}")
-        return first
+        # vLLM asks by trying, and takes an AssertionError for no.
+        assert all(spec == specs[0] for spec in specs), "layers of one KV cache group differ"
+        return specs[0]
 
 
 # Registering before vLLM's own specs would make it skip those.

@@ -8,9 +8,9 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.engine import backend
 from vllm_h2o.engine.builder import H2OCPUMetadataBuilder
-from vllm_h2o.engine.compat import KVCacheSpec, init_logger
+from vllm_h2o.engine.compat import WORKER_SEAMS, KVCacheSpec, check_seams, init_logger
+from vllm_h2o.engine.memory import ring_bytes, scratch_bytes
 from vllm_h2o.engine.refusals import refuse_model
-from vllm_h2o.engine.ring_memory import ring_bytes
 from vllm_h2o.engine.spec import H2OSpec, evicting
 from vllm_h2o.errors import ConfigError
 from vllm_h2o.layout import side_bytes_per_block
@@ -24,6 +24,7 @@ class H2OCPUWorker(CPUWorker):
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         policy = KVPolicyConfig.from_additional_config(vllm_config.additional_config)
         assert policy is not None, "this worker is only for engines with a KV policy"
+        check_seams(WORKER_SEAMS)
         self.kv_policy = policy
         backend.activate()
         super().__init__(vllm_config, *args, **kwargs)
@@ -42,19 +43,24 @@ class H2OCPUWorker(CPUWorker):
         """vLLM's figure less the memory of the kept queries, so that both fit what the user granted."""
         available: int = super().determine_available_memory()
         evicted = {n: s for n, s in self.get_kv_cache_spec().items() if isinstance(s, H2OSpec)}
+        if not evicted:  # nothing can grow past the budget, or a pipeline stage without such layers
+            self._log_policy(evicted, 0)
+            return available
         rings = ring_bytes(self.vllm_config, self.kv_policy, list(evicted))
-        if self.is_driver_worker:
-            self._log_policy(evicted, rings)
-        if rings >= available:
+        self._log_policy(evicted, rings)
+        beside = rings + scratch_bytes(self.vllm_config, self.kv_policy, list(evicted))
+        if beside >= available:
             raise ConfigError(
                 "--max-num-seqs", self.vllm_config.scheduler_config.max_num_seqs,
-                f"the kept queries of that many requests need {rings} bytes and the KV cache has {available}",
+                f"kept queries and scoring need {beside} bytes beside the KV cache, which has {available}",
                 "Lower it, or give the KV cache more memory",
             )  # fmt: skip
-        return available - rings
+        return available - beside
 
     def _log_policy(self, evicting_layers: dict[str, H2OSpec], rings: int) -> None:
         policy = self.kv_policy
+        if not self.is_driver_worker:
+            return
         if not policy.evicts:
             logger.info(
                 "KV policy %s: budget %d tokens covers max_model_len %d, so nothing is evicted or scored",

@@ -1,4 +1,8 @@
-"""Memory of the kept decode queries: one ring per evicting layer, taken off the KV cache's share."""
+"""Memory that eviction needs beside the KV cache, taken off the cache's share.
+
+Kept decode queries: one ring per evicting layer. Scratch of one layer's scoring: the keys of the longest
+rows as float32, and their logits with the probabilities.
+"""
 
 import numpy as np
 import torch
@@ -6,6 +10,8 @@ import torch
 from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.engine.compat import Attention, VllmConfig, get_layers_from_vllm_config
 from vllm_h2o.query_ring import num_ring_slots
+from vllm_h2o.scoring import TILE_BYTES
+from vllm_h2o.step_plan import MAX_FLUSH_SLOTS
 
 
 def ring_bytes(vllm_config: VllmConfig, policy: KVPolicyConfig, layer_names: list[str]) -> int:
@@ -14,6 +20,24 @@ def ring_bytes(vllm_config: VllmConfig, policy: KVPolicyConfig, layer_names: lis
     layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
     return sum(
         num_queries * layer.num_heads * layer.head_size * _dtype(vllm_config).itemsize
+        for layer in layers.values()
+    )
+
+
+def scratch_bytes(vllm_config: VllmConfig, policy: KVPolicyConfig, layer_names: list[str]) -> int:
+    """Bytes that scoring a layer takes at most while it runs."""
+    live_tokens = policy.max_blocks_per_request * policy.block_size
+    flushed_slots = max(MAX_FLUSH_SLOTS, policy.budget_tokens)
+    layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
+    key_bytes = 4 + _dtype(vllm_config).itemsize  # the float32 copy, and the gathered blocks before it
+    return max(
+        max(live_tokens, flushed_slots) * layer.num_kv_heads * layer.head_size * key_bytes
+        + 2
+        * max(
+            TILE_BYTES,
+            4 * layer.num_heads * live_tokens,
+            4 * layer.num_heads * policy.block_size * flushed_slots,
+        )
         for layer in layers.values()
     )
 
