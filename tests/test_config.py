@@ -139,6 +139,12 @@ def test_pinned_tokens_are_rounded_up_to_whole_blocks_with_a_note() -> None:
     assert notes == ["pinned tokens 33 rounded up to 64 (whole blocks)"]
 
 
+@pytest.mark.parametrize("key", ["kv-policy", "KV_POLICY"])
+def test_a_misspelt_key_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match="Write it kv_policy"):
+        KVPolicySettings.from_additional_config({key: {"name": "h2o"}})
+
+
 @pytest.mark.parametrize(("budget", "rounded"), [(2049, 2080), (5000, 5024), (10**9, 10**9)])
 def test_budget_over_the_longest_sequence_is_unlimited_with_a_note(budget: int, rounded: int) -> None:
     # However much is to be pinned or kept recent: nothing is evicted, so all of it holds.

@@ -6,13 +6,13 @@
 ``additional_config`` and is rebuilt there unchanged.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Self
 
 from vllm_h2o import policies, retention
 from vllm_h2o.errors import ConfigError
+from vllm_h2o.parsing import num_tokens, number, whole_number
 
 CONFIG_KEY = "kv_policy"
 """Key of ``additional_config`` under which settings and, later, the resolved configuration live."""
@@ -101,7 +101,16 @@ class KVPolicySettings:
     @classmethod
     def from_additional_config(cls, additional_config: object) -> Self:
         """Settings under ``additional_config["kv_policy"]``: a dict of the fields, or just the name."""
-        given = additional_config.get(CONFIG_KEY) if isinstance(additional_config, Mapping) else None
+        if not isinstance(additional_config, Mapping):
+            return cls()
+        for key in additional_config:
+            # vLLM takes any key here, so a near miss would serve without a policy.
+            if key != CONFIG_KEY and str(key).replace("-", "_").lower() == CONFIG_KEY:
+                raise ConfigError(
+                    f"additional_config.{key}", additional_config[key], "there is no such key",
+                    f"Write it {CONFIG_KEY}",
+                )  # fmt: skip
+        given = additional_config.get(CONFIG_KEY)
         if given is None:
             return cls()
         if isinstance(given, str):
@@ -157,13 +166,15 @@ class KVPolicySettings:
         notes: list[str] = []
         name = str(self.name)
         policies.require_known(name)
-        budget = _tokens("--kv-budget", 0.2 if self.budget is None else self.budget, max_model_len)
+        budget = num_tokens("--kv-budget", 0.2 if self.budget is None else self.budget, max_model_len)
         rounded = -(-budget // block_size) * block_size
         if rounded != budget:
             notes.append(
                 f"budget {budget} rounded up to {rounded} tokens (a multiple of block size {block_size})"
             )
-        pin_tokens = block_size if self.pin_tokens is None else _whole("--kv-pin-tokens", self.pin_tokens, 0)
+        pin_tokens = (
+            block_size if self.pin_tokens is None else whole_number("--kv-pin-tokens", self.pin_tokens, 0)
+        )
         pinned_blocks = -(-pin_tokens // block_size)
         if pinned_blocks * block_size != pin_tokens:
             notes.append(
@@ -202,7 +213,9 @@ class KVPolicySettings:
         return config, notes
 
     def _recent_tokens(self, budget_tokens: int) -> int:
-        return _tokens("--kv-recent", 0.5 if self.recent is None else self.recent, budget_tokens, minimum=0)
+        return num_tokens(
+            "--kv-recent", 0.5 if self.recent is None else self.recent, budget_tokens, minimum=0
+        )
 
     def _trace(self) -> bool:
         if self.trace not in (None, True, False):
@@ -223,7 +236,7 @@ class KVPolicySettings:
     def _half_life(self) -> float | None:
         if self.score_half_life is None:
             return None
-        value = _number("--kv-score-half-life", self.score_half_life)
+        value = number("--kv-score-half-life", self.score_half_life)
         if value <= 0:
             raise ConfigError(
                 "--kv-score-half-life", self.score_half_life, "it must be a positive number of tokens",
@@ -232,7 +245,7 @@ class KVPolicySettings:
         return value
 
     def _pool(self) -> int:
-        pool = 1 if self.score_pool is None else _whole("--kv-score-pool", self.score_pool, 1)
+        pool = 1 if self.score_pool is None else whole_number("--kv-score-pool", self.score_pool, 1)
         if pool % 2 == 0:
             raise ConfigError(
                 "--kv-score-pool", pool, "it must be odd, so that the window has a centre",
@@ -256,36 +269,3 @@ def _room(config: KVPolicyConfig) -> int:
 def flag_of(field: str) -> str:
     """Command-line flag of a field of ``KVPolicySettings``."""
     return "--kv-policy" if field == "name" else "--kv-" + field.replace("_", "-")
-
-
-def _number(setting: str, value: object) -> float:
-    try:
-        number = float(str(value))
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise ConfigError(setting, value, "it is not a finite number", "Give a number")
-    return number
-
-
-def _whole(setting: str, value: object, minimum: int) -> int:
-    number = _number(setting, value)
-    if number != int(number) or number < minimum:
-        raise ConfigError(setting, value, f"it must be a whole number of at least {minimum}", "Change it")
-    return int(number)
-
-
-def _tokens(setting: str, value: int | float | str, whole: int, minimum: int = 1) -> int:
-    """Tokens from a count (``512``) or a fraction of ``whole`` (``0.2``, ``1.0``)."""
-    number = _number(setting, value)
-    is_fraction = isinstance(value, float) or "." in str(value)
-    if is_fraction:
-        if not 0 < number <= 1:
-            raise ConfigError(
-                setting,
-                value,
-                "a fraction must lie in (0, 1]",
-                "Give a fraction, or a whole number of tokens",
-            )
-        return max(int(number * whole), minimum)
-    return _whole(setting, value, minimum)

@@ -31,6 +31,8 @@ class ConfigError(H2OError):
         super().__init__(f"{setting}={value!r}: {limit}. {fix}")
         self.setting = setting
         self.value = value
+        self.limit = limit
+        self.fix = fix
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,14 @@ def test_all_reasons_at_once() -> None:
         assert found in str(error.value)
 
 
+def test_a_bad_setting_is_listed_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POLICY, "kv_policy", {"name": "h2o", "budget": 40})
+    with pytest.raises(RefusedError, match="--kv-budget") as error:
+        configure(MODEL, kv_cache_dtype="fp8")
+    assert len(error.value.refusals) == 2
+    assert "at least 128" in str(error.value)
+
+
 def test_plain_model_is_accepted() -> None:
     assert configure(MODEL).budget_tokens == 256
 

@@ -33,7 +33,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags under a heading of their own. Values are checked later, with the other source."""
     group = parser.add_argument_group(GROUP, "Evicts KV cache blocks by attention scores.")
     for field, text in _HELP.items():
-        group.add_argument(flag_of(field), dest=_dest(field), default=None, help=text)
+        group.add_argument(flag_of(field), dest=_dest(field), default=argparse.SUPPRESS, help=text)
 
 
 def settings_from_args(args: argparse.Namespace) -> KVPolicySettings:

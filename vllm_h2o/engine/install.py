@@ -13,6 +13,7 @@ from vllm_h2o.config import CONFIG_KEY, KVPolicyConfig, KVPolicySettings
 from vllm_h2o.engine import backend, cli
 from vllm_h2o.engine.compat import EngineArgs, VllmConfig, current_platform, init_logger
 from vllm_h2o.engine.refusals import refuse_engine
+from vllm_h2o.errors import ConfigError
 
 logger = init_logger("vllm.h2o")
 
@@ -80,12 +81,16 @@ def apply_policy(vllm_config: VllmConfig, settings: KVPolicySettings) -> VllmCon
         ConfigError: a setting is out of range.
         RefusedError: the engine or the model has features that eviction can't serve.
     """
-    policy, notes = settings.resolve(
-        max_model_len=vllm_config.model_config.max_model_len,
-        block_size=vllm_config.cache_config.block_size,
-        max_in_flight_tokens=vllm_config.max_in_flight_tokens,
-    )
-    refuse_engine(vllm_config, policy.name)
+    try:
+        policy, notes = settings.resolve(
+            max_model_len=vllm_config.model_config.max_model_len,
+            block_size=vllm_config.cache_config.block_size,
+            max_in_flight_tokens=vllm_config.max_in_flight_tokens,
+        )
+    except ConfigError as error:
+        refuse_engine(vllm_config, str(settings.name), error)
+        raise
+    refuse_engine(vllm_config, policy.name, None)
     for note in notes:
         logger.warning("KV policy: %s.", note)
     _set_policy(vllm_config, policy)

@@ -17,15 +17,21 @@ from vllm_h2o.engine.compat import (
     current_platform,
     get_layers_from_vllm_config,
 )
-from vllm_h2o.errors import Refusal, RefusedError
+from vllm_h2o.errors import ConfigError, Refusal, RefusedError
 
 _PLAIN = "Serve this model without --kv-policy."
 
 
-def refuse_engine(vllm_config: VllmConfig, policy_name: str) -> None:
-    """Raise RefusedError with every reason that the configuration alone shows."""
+def refuse_engine(vllm_config: VllmConfig, policy_name: str, setting: ConfigError | None) -> None:
+    """Raise RefusedError with every reason that the configuration alone shows.
+
+    Args:
+        setting: what is wrong with the policy's own settings, to be listed with the rest.
+    """
     refusals = [*_platform(vllm_config), *_features(vllm_config), *_model_config(vllm_config)]
     if refusals:
+        if setting is not None:
+            refusals.append(Refusal(f"{setting.setting}: {setting.limit}", repr(setting.value), setting.fix))
         raise RefusedError(policy_name, refusals)
 
 
@@ -73,7 +79,8 @@ def _features(vllm_config: VllmConfig) -> Iterator[Refusal]:
     if vllm_config.speculative_config is not None:
         method = vllm_config.speculative_config.method
         yield Refusal("speculative decoding", str(method), "Drop --speculative-config.")
-    if vllm_config.kv_transfer_config is not None:
+    # Offloading comes with a connector that the user didn't name.
+    if vllm_config.kv_transfer_config is not None and cache.kv_offloading_size is None:
         connector = vllm_config.kv_transfer_config.kv_connector
         yield Refusal("KV connectors", str(connector), "Drop --kv-transfer-config.")
     if cache.kv_offloading_size is not None:
