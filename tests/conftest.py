@@ -28,3 +28,13 @@ def text_ids() -> list[int]:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     ids: list[int] = tokenizer((REPOSITORY / "LICENSE").read_text())["input_ids"]
     return ids
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Fast tests first, then engines, then servers.
+
+    The order matters for one thing: vLLM decorates some Hugging Face classes in place when it serves a model
+    with them, and the oracle's own tests need those classes as they were.
+    """
+    folders = {"tests": 0, "engine": 1, "e2e": 2}
+    items.sort(key=lambda item: folders.get(item.path.parent.name, 0))
