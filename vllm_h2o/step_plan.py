@@ -24,7 +24,7 @@ BlockTable = npt.NDArray[np.int32]
 NULL_BLOCK = 0
 """vLLM's block for padding; a row whose tail is here computes nothing real."""
 
-MAX_FLUSH_SLOTS = 2048
+MAX_FLUSH_SLOTS = 4096
 """Slots (rows times the longest row) scored in one batch: its logits then stay in the CPU's cache."""
 
 
