@@ -649,7 +649,6 @@ def test_config_refuses_what_cannot_work():
 # --- the real model ------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not (MODEL / "config.json").exists(), reason=f"no model at {MODEL}")
 def test_real_model():
     oracle = Oracle(MODEL)
     ids = torch.randint(1000, 20000, (192,), generator=torch.Generator().manual_seed(4)).tolist()

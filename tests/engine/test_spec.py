@@ -34,7 +34,8 @@ def test_blocks_have_room_for_scores_and_positions() -> None:
 
 def test_other_layers_keep_their_specs() -> None:
     assert evicting(SLIDING, POLICY) is SLIDING
-    assert evicting(replace(FULL, sliding_window=64), POLICY) != POLICY
+    windowed = replace(FULL, sliding_window=64)
+    assert evicting(windowed, POLICY) is windowed
     unlimited = replace(POLICY, budget_tokens=4096)
     assert evicting(FULL, unlimited) is FULL
 
