@@ -17,8 +17,8 @@ from pathlib import Path
 from types import FrameType
 
 import fetch_model
-from cache_usage import PeakUsage
 from model_store import StoreError
+from server_metrics import KV_USAGE, Peaks
 from server_process import HOST, Server, ServerError, check_port, free_port
 from setup_env import ensure_environment
 from setup_steps import OFFLINE_ENVIRONMENT, ROOT, VENV, VENV_PYTHON, SetupError
@@ -106,9 +106,11 @@ def run_request(server: Server) -> None:
 
     print("\nAnswer: ", end="", flush=True)
     started = time.monotonic()
-    with PeakUsage(server.url, num_blocks=NUM_BLOCKS) as peak:
+    with Peaks(server.url, [KV_USAGE]) as peaks:
         prompt_tokens, answer_tokens = ask(server.url, long_prompt())
     seconds = time.monotonic() - started
+    # One block is a placeholder that is never handed out, and not counted as a part of the cache.
+    peak_blocks = round(peaks.highest[KV_USAGE] * (NUM_BLOCKS - 1))
 
     # The last token of the answer is never computed: nothing follows from it.
     computed = prompt_tokens + answer_tokens - 1
@@ -118,12 +120,12 @@ def run_request(server: Server) -> None:
         f"\nUsage: {prompt_tokens} tokens of prompt, {answer_tokens} of answer, {seconds:.1f} s\n"
         f"KV cache: {computed} tokens fill {full} blocks of {BLOCK_TOKENS}; with a budget of "
         f"{BUDGET_TOKENS} tokens, H2O freed {freed} of them on the way\n"
-        f"Most blocks in use at once: {peak.blocks} (from {peak.samples} readings of /metrics)",
+        f"Most blocks in use at once: {peak_blocks} (from {peaks.num_samples} readings of /metrics)",
         flush=True,
     )
-    if not 0 < peak.blocks < full:
+    if not 0 < peak_blocks < full:
         raise ServerError(
-            f"the server had {peak.blocks} blocks in use at most, which should be more than 0 and "
+            f"the server had {peak_blocks} blocks in use at most, which should be more than 0 and "
             f"fewer than the {full} that the request fills without H2O"
         )
 

@@ -10,11 +10,16 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from vllm_h2o.compaction import Compaction
+from vllm_h2o.config import KVPolicyConfig
+from vllm_h2o.kernels.base import AttentionShape, LayerState
+from vllm_h2o.kernels.native.prepare import NativeKernels
+from vllm_h2o.kernels.plain.compaction import Compaction
+from vllm_h2o.kernels.plain.scoring import DecodeFlush, PrefillChunk
 from vllm_h2o.layout import PagedLayer, side_bytes_per_block
-from vllm_h2o.scoring import DecodeFlush, PrefillChunk
+from vllm_h2o.step_plan import DropRows, ScoreRows, StepPlan
 
 NULL_BLOCK = 0
 
@@ -216,6 +221,97 @@ def compaction(
         score_pool=score_pool,
         by_block=by_block,
     )
+
+
+def native_scores(
+    pages: Pages,
+    ring: torch.Tensor,
+    query: torch.Tensor,
+    rows: Sequence[Row],
+    first_queries: Sequence[int],
+    num_queries: Sequence[int],
+    attention: AttentionShape,
+    *,
+    from_ring: bool,
+    pinned_blocks: int,
+    half_life: float | None,
+) -> None:
+    """Have the native kernels score rows; `ring` and `query` are `[n, num_heads, head_size]`."""
+    counts = np.array(num_queries, dtype=np.int64)
+    plan = StepPlan(
+        scores=(
+            ScoreRows(
+                from_ring=np.full(len(rows), from_ring),
+                first_query=np.array(first_queries, dtype=np.int64),
+                num_queries=counts,
+                num_live=np.array([row.num_live for row in rows], dtype=np.int64),
+                live_table=padded_blocks(rows).int().numpy(),
+                weights=np.array(
+                    [_weight(age, half_life) for age in reversed(range(counts.max()))], dtype=np.float32
+                ),
+                decay=np.array([_weight(int(n), half_life) for n in counts], dtype=np.float32),
+            ),
+        )
+    )
+    run_native(pages, plan, ring, query, attention, pinned_tokens=pinned_blocks * pages.shape.block_size)
+
+
+def native_drops(
+    pages: Pages,
+    rows: Sequence[Row],
+    num_dropped: Sequence[int],
+    *,
+    pinned_tokens: int,
+    recent_tokens: int,
+    score_pool: int = 1,
+    by_block: bool = False,
+) -> None:
+    """As `compaction`, carried out by the native kernels."""
+    plan = StepPlan(
+        drops=DropRows(
+            num_live=np.array([row.num_live for row in rows], dtype=np.int64),
+            num_dropped=np.array(num_dropped, dtype=np.int64),
+            live_table=padded_blocks(rows).int().numpy(),
+        )
+    )
+    nothing = torch.empty(0, pages.shape.num_kv_heads, pages.shape.head_size, dtype=pages.shape.dtype)
+    run_native(
+        pages,
+        plan,
+        nothing,
+        nothing,
+        AttentionShape(1.0),
+        pinned_tokens=pinned_tokens,
+        recent_tokens=recent_tokens,
+        score_pool=score_pool,
+        granularity="block" if by_block else "token",
+    )
+
+
+def run_native(
+    pages: Pages,
+    plan: StepPlan,
+    ring: torch.Tensor,
+    query: torch.Tensor,
+    attention: AttentionShape,
+    *,
+    pinned_tokens: int,
+    **changes: object,
+) -> None:
+    values: dict[str, object] = {
+        "name": "h2o",
+        "block_size": pages.shape.block_size,
+        "budget_tokens": 1000,
+        "recent_tokens": 0,
+        "pinned_blocks": pinned_tokens // pages.shape.block_size,
+        "granularity": "token",
+        "score_half_life_tokens": None,
+        "score_pool": 1,
+        "max_model_len": 10_000,
+        "max_in_flight_tokens": 64,
+    }
+    kernels = NativeKernels(KVPolicyConfig(**{**values, **changes}))  # type: ignore[arg-type]
+    kernels.prepare(plan).after_attention(LayerState("layer", pages.layer, ring, attention), query)
 
 
 def _weight(age: int, half_life: float | None) -> float:

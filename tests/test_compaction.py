@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reference
-from paged import Pages, Row, Shape, compaction, raw_bytes
-from vllm_h2o.compaction import Compaction, compact
+from paged import Pages, Row, Shape, compaction, native_drops, raw_bytes
+from vllm_h2o.kernels.plain.compaction import Compaction, compact
 
 NAN = math.nan
 
@@ -170,6 +170,17 @@ def test_compact_equals_the_reference(case: Case) -> None:
         )
         for got, token in zip(tokens_of(pages, row, head), after, strict=True):
             assert token is None or got == token
+
+
+@settings(deadline=None, max_examples=250)
+@given(cases())
+def test_native_compaction_is_the_same_to_the_byte(case: Case) -> None:
+    plain, rows = set_up(case)
+    native = plain.copy()
+    compact(plain.layer, plan_of(case, rows))
+    limits, bs = case.limits, case.shape.block_size
+    native_drops(native, rows, [blocks * bs for _, blocks in case.rows], **vars(limits))
+    assert torch.equal(raw_bytes(native.cache), raw_bytes(plain.cache))
 
 
 @settings(deadline=None, max_examples=150)

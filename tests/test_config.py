@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_h2o import policies
-from vllm_h2o.config import CONFIG_KEY, KVPolicyConfig, KVPolicySettings, flag_of
+from vllm_h2o.config import CONFIG_KEY, KernelChoice, KVPolicyConfig, KVPolicySettings, flag_of
 from vllm_h2o.errors import ConfigError, H2OError
 from vllm_h2o.policies.h2o import H2OPolicy
 
@@ -311,6 +311,7 @@ SETTINGS: dict[str, tuple[Any, Any]] = {
     "granularity": ("token", "block"),
     "score_half_life": (32.0, 16.0),
     "score_pool": (3, 5),
+    "kernels": ("native", "torch"),
     "trace": (True, False),
 }
 
@@ -397,6 +398,7 @@ def test_unknown_key_lists_the_known(key: object) -> None:
     granularity=st.sampled_from(["token", "block"]),
     half_life=st.one_of(st.none(), st.floats(0.1, 1e6)),
     pool=st.integers(0, 20).map(lambda half: 2 * half + 1),
+    kernels=st.sampled_from(["auto", "native", "torch"]),
     trace=st.booleans(),
 )
 def test_resolved_configuration_survives_the_journey(
@@ -406,6 +408,7 @@ def test_resolved_configuration_survives_the_journey(
     granularity: str,
     half_life: float | None,
     pool: int,
+    kernels: KernelChoice,
     trace: bool,
 ) -> None:
     config, _ = resolve(
@@ -415,6 +418,7 @@ def test_resolved_configuration_survives_the_journey(
         granularity=granularity,
         score_half_life=half_life,
         score_pool=pool,
+        kernels=kernels,
         trace=trace,
     )
     plain = config.to_dict()

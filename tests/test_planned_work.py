@@ -15,11 +15,12 @@ import torch
 
 import reference
 from paged import Shape, padded_cache
-from vllm_h2o.compaction import compact
 from vllm_h2o.config import KVPolicyConfig
+from vllm_h2o.kernels.base import AttentionShape, Kernels, LayerState
+from vllm_h2o.kernels.native.prepare import NativeKernels
+from vllm_h2o.kernels.plain.prepare import PlainKernels
 from vllm_h2o.layout import PagedLayer
 from vllm_h2o.query_ring import QueryRing
-from vllm_h2o.scoring import AttentionShape, score_decode, score_prefill
 from vllm_h2o.step_plan import StepPlan, StepPlanner
 
 HEADS, GROUP, HEAD_SIZE, BLOCK, RING_SLOTS = 2, 2, 4, 4, 6
@@ -46,8 +47,9 @@ class Request:
 class Engine:
     """One evicting layer under a scheduler, and the reference beside it."""
 
-    def __init__(self, cfg: KVPolicyConfig, seed: int) -> None:
+    def __init__(self, cfg: KVPolicyConfig, kernels: type[Kernels], seed: int) -> None:
         self.cfg = cfg
+        self.kernels = kernels(cfg)
         self.random = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
         shape = Shape(60, HEADS, BLOCK, HEAD_SIZE, positions=cfg.tracks_positions)
@@ -55,8 +57,9 @@ class Engine:
         cache.fill_(torch.nan)  # the null block, and whatever nobody wrote
         self.layer = PagedLayer.from_cpu_cache(cache, positions=cfg.tracks_positions)
         self.layer.scores.fill_(torch.nan)
-        self.planner = StepPlanner(cfg, QueryRing(RING_SLOTS, BLOCK), torch.device("cpu"), None)
-        self.ring = torch.full((RING_SLOTS, BLOCK, HEADS * GROUP, HEAD_SIZE), torch.nan)
+        self.planner = StepPlanner(cfg, QueryRing(RING_SLOTS, BLOCK), None)
+        ring = torch.full((RING_SLOTS * BLOCK, HEADS * GROUP, HEAD_SIZE), torch.nan)
+        self.state = LayerState("layer", self.layer, ring, ATTENTION)
         self.free = list(range(1, 60))
         self.requests: list[Request] = []
         self.num_compacted = 0
@@ -115,19 +118,10 @@ class Engine:
         return self.planner.plan(batch)
 
     def _carry_out(self, plan: StepPlan, query: torch.Tensor) -> None:
-        """As the attention layer does, in the order that `StepPlan` gives."""
-        if plan.append_tokens is not None:
-            self.ring.flatten(0, 1)[plan.append_slots] = query[plan.append_tokens]
-        if plan.started_blocks is not None:
-            assert plan.started_positions is not None
-            self.layer.start_blocks(plan.started_blocks, plan.started_positions)
-        for flush in plan.flushes:
-            score_decode(self.layer, self.ring, flush, ATTENTION)
-        for chunk in plan.chunks:
-            score_prefill(self.layer, query, chunk, ATTENTION)
-        if plan.compaction is not None:
-            self.num_compacted += len(plan.compaction.blocks)
-            compact(self.layer, plan.compaction)
+        """As the attention layer does."""
+        if plan.drops is not None:
+            self.num_compacted += plan.drops.num_live.size
+        self.kernels.prepare(plan).after_attention(self.state, query)
 
     def _reference_step(
         self, request: Request, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -213,8 +207,9 @@ CONFIGS: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("seed", [1, 2])
-def test_planned_work_equals_the_reference(name: str, seed: int) -> None:
-    engine = Engine(config(**CONFIGS[name]), seed)
+@pytest.mark.parametrize("kernels", [PlainKernels, NativeKernels])
+def test_planned_work_equals_the_reference(name: str, seed: int, kernels: type[Kernels]) -> None:
+    engine = Engine(config(**CONFIGS[name]), kernels, seed)
     choose = engine.random
     for _ in range(150):
         for request in list(engine.requests):

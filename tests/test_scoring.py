@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reference
-from paged import Kept, Pages, Row, Shape, decode_flush, prefill_chunk, raw_bytes
-from vllm_h2o import scoring
-from vllm_h2o.scoring import AttentionShape, score_decode, score_prefill
+from paged import Kept, Pages, Row, Shape, decode_flush, native_scores, prefill_chunk, raw_bytes
+from vllm_h2o.kernels.base import AttentionShape
+from vllm_h2o.kernels.plain import scoring
+from vllm_h2o.kernels.plain.scoring import score_decode, score_prefill
 
 SCALE = 0.4
 
@@ -116,25 +117,43 @@ def snapshot(pages: Pages, rows: Sequence[Row]) -> torch.Tensor:
 # --- chunks of a prompt ---------------------------------------------------------------------------
 
 
-def check_prefill(model: Model, num_live: Sequence[int], num_new: Sequence[int], seed: int) -> None:
+def check_prefill(
+    model: Model, num_live: Sequence[int], num_new: Sequence[int], seed: int, native: bool
+) -> None:
     pages = Pages(model.shape, seed)
     rows = [add_scored_row(pages, *lengths) for lengths in zip(num_live, num_new, strict=True)]
     pages.add_row(7)  # somebody else's
     # Queries of other rows in front and behind must not matter.
     query = torch.full((3 + sum(num_new) + 2, model.num_heads, model.shape.head_size), torch.nan)
     query = query.to(model.shape.dtype)
-    expected, chunks, first = [], [], 3
+    expected, chunks, firsts, first = [], [], [], 3
     for row, new in zip(rows, num_new, strict=True):
         query[first : first + new] = pages.random(new, *query.shape[1:])
         expected.append(expected_scores(pages, model, row, query[first : first + new]))
         chunks.append(
             prefill_chunk(row, first, new, pinned_blocks=model.pinned_blocks, half_life=model.half_life)
         )
+        firsts.append(first)
         first += new
     before = snapshot(pages, rows)
     untouched = query.clone()
-    for chunk in chunks:
-        score_prefill(pages.layer, query, chunk, model.attention)
+    if native:
+        empty_ring = query[:0]
+        native_scores(
+            pages,
+            empty_ring,
+            query,
+            rows,
+            firsts,
+            num_new,
+            model.attention,
+            from_ring=False,
+            pinned_blocks=model.pinned_blocks,
+            half_life=model.half_life,
+        )
+    else:
+        for chunk in chunks:
+            score_prefill(pages.layer, query, chunk, model.attention)
     assert torch.equal(query.nan_to_num(7), untouched.nan_to_num(7))
     check(pages, before, rows, expected)
 
@@ -148,20 +167,24 @@ LENGTHS = st.integers(1, 30).flatmap(lambda live: st.tuples(st.just(live), st.in
     lengths=st.lists(LENGTHS, min_size=1, max_size=2),
     tile=st.sampled_from([1, 3, 8, 64]),
     seed=st.integers(0, 2**31),
+    native=st.booleans(),
 )
 def test_prefill_equals_the_reference(
-    model: Model, lengths: list[tuple[int, int]], tile: int, seed: int
+    model: Model, lengths: list[tuple[int, int]], tile: int, seed: int, native: bool
 ) -> None:
     live, new = zip(*lengths, strict=True)
     with mock.patch.object(scoring, "QUERY_TILE", tile):
-        check_prefill(model, live, new, seed)
+        check_prefill(model, live, new, seed, native)
 
 
-@pytest.mark.parametrize("num_new", [63, 64, 65, 150])
-def test_prefill_in_whole_tiles(num_new: int) -> None:
-    shape = Shape(num_blocks=60, num_kv_heads=1, block_size=8, head_size=4)
-    model = Model(shape, group=2, pinned_blocks=1, half_life=50.0, softcap=0.0, sinks=None)
-    check_prefill(model, [num_new + 13], [num_new], seed=num_new)
+@pytest.mark.parametrize("num_new", [63, 64, 65, 150, 300])
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_prefill_in_whole_tiles(num_new: int, native: bool, block_size: int, dtype: torch.dtype) -> None:
+    shape = Shape(60, num_kv_heads=1, block_size=block_size, head_size=4, dtype=dtype)
+    model = Model(shape, group=3, pinned_blocks=1, half_life=50.0, softcap=0.0, sinks=None)
+    check_prefill(model, [num_new + 13], [num_new], num_new, native)
 
 
 # --- kept decode queries --------------------------------------------------------------------------
@@ -182,8 +205,10 @@ def kept_rows(draw: st.DrawFn) -> tuple[Model, list[tuple[int, int, int]]]:
 
 
 @settings(deadline=None, max_examples=80)
-@given(case=kept_rows(), seed=st.integers(0, 2**31))
-def test_decode_equals_the_reference(case: tuple[Model, list[tuple[int, int, int]]], seed: int) -> None:
+@given(case=kept_rows(), seed=st.integers(0, 2**31), native=st.booleans())
+def test_decode_equals_the_reference(
+    case: tuple[Model, list[tuple[int, int, int]]], seed: int, native: bool
+) -> None:
     model, lengths = case
     bs = model.shape.block_size
     pages = Pages(model.shape, seed)
@@ -199,8 +224,13 @@ def test_decode_equals_the_reference(case: tuple[Model, list[tuple[int, int, int
     rows = [k.row for k in kept]
     before = snapshot(pages, rows)
     untouched = ring.clone()
-    flush = decode_flush(kept, bs, pinned_blocks=model.pinned_blocks, half_life=model.half_life)
-    score_decode(pages.layer, ring, flush, model.attention)
+    options: dict[str, Any] = {"pinned_blocks": model.pinned_blocks, "half_life": model.half_life}
+    if native:
+        flat = ring.flatten(0, 1)
+        firsts, counts = [k.ring_slot * bs + k.first for k in kept], [k.stop - k.first for k in kept]
+        native_scores(pages, flat, flat[:0], rows, firsts, counts, model.attention, from_ring=True, **options)
+    else:
+        score_decode(pages.layer, ring, decode_flush(kept, bs, **options), model.attention)
     assert torch.equal(ring.nan_to_num(7), untouched.nan_to_num(7))
     check(pages, before, rows, expected)
 

@@ -17,10 +17,12 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from vllm_h2o import step_plan
-from vllm_h2o.compaction import Compaction
 from vllm_h2o.config import KVPolicyConfig
+from vllm_h2o.kernels.plain import prepare
+from vllm_h2o.kernels.plain.compaction import Compaction
+from vllm_h2o.kernels.plain.prepare import PlainKernels, PlainStep
+from vllm_h2o.kernels.plain.scoring import DecodeFlush, PrefillChunk
 from vllm_h2o.query_ring import QueryRing
-from vllm_h2o.scoring import DecodeFlush, PrefillChunk
 from vllm_h2o.step_plan import Batch, StepPlan, StepPlanner
 from vllm_h2o.trace import TraceLog
 
@@ -58,6 +60,22 @@ class Request:
         return self.blocks[:pinned] + self.blocks[pinned + gap :]
 
 
+@dataclass
+class Work:
+    """A step's plan, and what becomes of it as tensors."""
+
+    plan: StepPlan
+    step: PlainStep
+
+    @property
+    def flushes(self) -> list[DecodeFlush]:
+        return [work for work in self.step.scores if isinstance(work, DecodeFlush)]
+
+    @property
+    def chunks(self) -> list[PrefillChunk]:
+        return [work for work in self.step.scores if isinstance(work, PrefillChunk)]
+
+
 class World:
     """A scheduler with its block pool, and what a layer's memory would hold, as numbers per slot.
 
@@ -71,7 +89,7 @@ class World:
         self.prefix_caching = prefix_caching
         num_slots = 16
         ring = QueryRing(num_slots, cfg.block_size)
-        self.planner = StepPlanner(cfg, ring, torch.device("cpu"), trace)
+        self.planner = StepPlanner(cfg, ring, trace)
         self.free = list(range(1, NUM_BLOCKS))
         self.requests: dict[int, Request] = {}
         self.num_requests = 0
@@ -103,7 +121,7 @@ class World:
                 request.computed = request.scored = self.cfg.pinned_tokens
         return request
 
-    def step(self, wanted: Sequence[tuple[int, int]], num_padding: int = 0, num_null: int = 0) -> StepPlan:
+    def step(self, wanted: Sequence[tuple[int, int]], num_padding: int = 0, num_null: int = 0) -> Work:
         """One step of requests (by key) with new tokens each; checks the plan and carries it out."""
         rows: list[tuple[Request, int]] = []
         for key, new in wanted:
@@ -118,15 +136,16 @@ class World:
             rows.append((request, new))
         batch = self._batch(rows, num_padding, num_null)
         plan = self.planner.plan(batch)
-        self._check_ids(plan)
-        self._carry_out(plan, rows, num_null)
+        work = Work(plan, PlainKernels(self.cfg).prepare(plan))
+        self._check_ids(work)
+        self._carry_out(work, rows, num_null)
         for request, new in rows:
             request.computed += new
             if new > 1 or request.computed % self.cfg.block_size == 0:
                 request.scored = request.computed
-        self._check_compaction(plan.compaction, rows)
+        self._check_compaction(work.step.compaction, rows)
         self._check_scores()
-        return plan
+        return work
 
     # --- what the planner is given ----------------------------------------------------------------
 
@@ -162,25 +181,20 @@ class World:
 
     # --- what comes back --------------------------------------------------------------------------
 
-    def _check_ids(self, plan: StepPlan) -> None:
-        tensors = [chunk.blocks for chunk in plan.chunks]
-        for flush in plan.flushes:
+    def _check_ids(self, work: Work) -> None:
+        tensors = [work.step.started_blocks, *(chunk.blocks for chunk in work.chunks)]
+        for flush in work.flushes:
             tensors += [flush.blocks, flush.write_blocks]
-        if plan.compaction is not None:
-            tensors.append(plan.compaction.blocks)
-        if plan.started_blocks is not None:
-            tensors.append(plan.started_blocks)
+        if work.step.compaction is not None:
+            tensors.append(work.step.compaction.blocks)
         assert all(bool((ids < STALE).all()) for ids in tensors)
 
-    def _carry_out(self, plan: StepPlan, rows: list[tuple[Request, int]], num_null: int) -> None:
+    def _carry_out(self, work: Work, rows: list[tuple[Request, int]], num_null: int) -> None:
         bs = self.cfg.block_size
         first_token = {r.number: int(self.first_token[num_null + i]) for i, (r, _) in enumerate(rows)}
         # Queries to the ring: exactly those of the decode rows.
-        if plan.append_tokens is not None:
-            assert plan.append_slots is not None
-            slot_of = dict(zip(plan.append_tokens.tolist(), plan.append_slots.tolist(), strict=True))
-        else:
-            slot_of = {}
+        step = work.step
+        slot_of = dict(zip(step.append_tokens.tolist(), step.append_slots.tolist(), strict=True))
         decodes = {first_token[r.number]: (r.number, r.computed) for r, new in rows if new == 1}
         assert set(slot_of) == set(decodes)
         for token, slot in slot_of.items():
@@ -190,24 +204,25 @@ class World:
         for request, new in rows:
             for block_idx in range(-(-request.computed // bs), -(-(request.computed + new) // bs)):
                 started[request.blocks[block_idx]] = [block_idx * bs + offset for offset in range(bs)]
-        planned = {}
-        if plan.started_blocks is not None:
-            assert plan.started_positions is not None
-            planned = dict(zip(plan.started_blocks.tolist(), plan.started_positions.tolist(), strict=True))
-            assert len(planned) == plan.started_blocks.numel()
+        planned = dict(zip(step.started_blocks.tolist(), step.started_positions.tolist(), strict=True))
+        assert len(planned) == step.started_blocks.numel()
         assert planned == started
         for block, positions in planned.items():
             self.position[block] = positions
             self.score[block] = 0
-        # Scores: flushes before chunks, each row at most once, exactly where something is due.
-        flushed = [number for flush in plan.flushes for number in self._flush(flush, rows)]
+        # Scores: kept queries of a row before its chunk, each at most once, exactly where something is due.
+        flushed, chunked = [], []
+        for scored in step.scores:
+            if isinstance(scored, DecodeFlush):
+                flushed += self._flush(scored, rows)
+            else:
+                chunked.append(self._chunk(scored, rows, first_token))
         due = [
             request.number
             for request, new in rows
             if ((request.computed + 1) % bs == 0 if new == 1 else request.scored < request.computed)
         ]
         assert sorted(flushed) == sorted(due)
-        chunked = [self._chunk(chunk, rows, first_token) for chunk in plan.chunks]
         assert sorted(chunked) == sorted(request.number for request, new in rows if new > 1)
 
     def _owner(self, blocks: list[int], rows: list[tuple[Request, int]]) -> tuple[Request, int]:
@@ -367,16 +382,16 @@ def test_everything_is_scored_exactly_once(
 ) -> None:
     cfg, steps, max_flush_slots = case
     world = World(cfg, prefix_caching=prefix_caching)
-    with mock.patch.object(step_plan, "MAX_FLUSH_SLOTS", max_flush_slots):
+    with mock.patch.object(prepare, "MAX_FLUSH_SLOTS", max_flush_slots):
         for step in steps:
             if step and step[0][1] == 0:
                 world.end(step[0][0])
                 continue
-            plan = world.step(step, num_padding, num_null)
-            for flush in plan.flushes:
+            work = world.step(step, num_padding, num_null)
+            for flush in work.flushes:
                 longest = int(flush.visible.sum(dim=2).max())
                 assert len(flush.blocks) == 1 or len(flush.blocks) * longest <= max_flush_slots
-            if plan.flushes and plan.chunks and plan.compaction:
+            if work.flushes and work.chunks and work.step.compaction:
                 event("flush, chunk and compaction in one step")
     assert world.planner.ring.lost_queries == 0
 
@@ -386,17 +401,17 @@ def test_flushes_group_rows_of_like_length() -> None:
     world = World(config(budget_blocks=50))
     lengths = {0: 8, 1: 36, 2: 12, 3: 40, 4: 8}
     world.step([(key, length - 1) for key, length in lengths.items()])
-    with mock.patch.object(step_plan, "MAX_FLUSH_SLOTS", 80):
-        plan = world.step([(key, 1) for key in lengths])
-    assert [tuple(flush.blocks.shape) for flush in plan.flushes] == [(2, 10), (3, 3)]
+    with mock.patch.object(prepare, "MAX_FLUSH_SLOTS", 80):
+        work = world.step([(key, 1) for key in lengths])
+    assert [tuple(flush.blocks.shape) for flush in work.flushes] == [(2, 10), (3, 3)]
 
 
 def test_one_row_longer_than_a_batch_goes_alone() -> None:
     world = World(config(budget_blocks=50))
     world.step([(0, 39), (1, 7)])
-    with mock.patch.object(step_plan, "MAX_FLUSH_SLOTS", 20):
-        plan = world.step([(0, 1), (1, 1)])
-    assert [tuple(flush.blocks.shape) for flush in plan.flushes] == [(1, 10), (1, 2)]
+    with mock.patch.object(prepare, "MAX_FLUSH_SLOTS", 20):
+        work = world.step([(0, 1), (1, 1)])
+    assert [tuple(flush.blocks.shape) for flush in work.flushes] == [(1, 10), (1, 2)]
 
 
 def test_nothing_is_due_between_block_boundaries() -> None:
@@ -404,13 +419,14 @@ def test_nothing_is_due_between_block_boundaries() -> None:
     world = World(config())
     world.step([(0, 13)])
     for offset in (1, 2):
-        plan = world.step([(0, 1)])
-        assert plan == StepPlan(append_tokens=plan.append_tokens, append_slots=plan.append_slots)
-        assert plan.append_slots is not None
+        plan = world.step([(0, 1)]).plan
         assert plan.append_slots.item() % 4 == offset
-    plan = world.step([(0, 1)])  # 16 tokens: the block and the budget are full
-    assert len(plan.flushes) == 1
-    assert plan.compaction is not None
+        assert not (plan.started_blocks.size)
+        assert not (plan.scores)
+        assert plan.drops is None
+    work = world.step([(0, 1)])  # 16 tokens: the block and the budget are full
+    assert len(work.flushes) == 1
+    assert work.step.compaction is not None
 
 
 @pytest.mark.parametrize("left_over", [1, 2, 3])
@@ -434,35 +450,35 @@ def test_steps_without_real_rows_do_nothing(num_padding: int, num_null: int) -> 
     world = World(config())
     world.step([(0, 14)])
     world.step([(0, 1)])
-    assert world.step([], num_padding, num_null) == StepPlan()
+    assert world.step([], num_padding, num_null).plan.is_empty
     world.step([(0, 1)])
 
 
 def test_tensors_have_the_types_that_indexing_needs() -> None:
     world = World(config())
     world.step([(0, 15), (1, 3)])
-    plan = world.step([(0, 1), (1, 17)])
-    flush, chunk, compaction = plan.flushes[0], plan.chunks[0], plan.compaction
+    work = world.step([(0, 1), (1, 17)])
+    step, flush, chunk, compaction = work.step, work.flushes[0], work.chunks[0], work.step.compaction
     assert compaction is not None
-    by_type: dict[torch.dtype, list[torch.Tensor | None]] = {
+    by_type: dict[torch.dtype, list[torch.Tensor]] = {
         torch.int64: [
-            *(plan.append_tokens, plan.append_slots, plan.started_blocks, chunk.blocks),
+            *(step.append_tokens, step.append_slots, step.started_blocks, chunk.blocks),
             *(flush.ring_slots, flush.blocks, flush.write_rows, flush.write_cols, flush.write_blocks),
             *(compaction.blocks, compaction.num_dropped_tokens),
         ],
-        torch.int32: [plan.started_positions],
+        torch.int32: [step.started_positions],
         torch.float32: [flush.weights, flush.decay, chunk.weights],
         torch.bool: [flush.visible, compaction.live, compaction.eligible, compaction.freed],
     }
     for dtype, tensors in by_type.items():
-        assert [None if t is None else t.dtype for t in tensors] == [dtype] * len(tensors)
+        assert [t.dtype for t in tensors] == [dtype] * len(tensors)
 
 
 def test_trace_tells_which_steps_were_compacted() -> None:
     log = TraceLog()
     world = World(config(trace=True), log)
     world.step([(0, 5), (1, 15)])
-    plan = world.step([(0, 1), (1, 1), (2, 30)], num_padding=1, num_null=1)
+    plan = world.step([(0, 1), (1, 1), (2, 30)], num_padding=1, num_null=1).plan
     # Steps 0 and 1 are the first two rows; of the next three the last two lost blocks.
     assert plan.trace is log
     assert plan.trace_steps == (3, 4)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from paged import Pages, Shape, compaction
-from vllm_h2o.compaction import compact
+from paged import Pages, Shape, compaction, padded_blocks
+from vllm_h2o.kernels.plain.compaction import compact
+from vllm_h2o.step_plan import DropRows
 from vllm_h2o.trace import TraceLog
 
 
@@ -21,7 +22,12 @@ def test_kept_positions_are_those_left_after_the_move() -> None:
     compact(pages.layer, plan)
     log = TraceLog()
     assert log.add_steps(np.array([7, 8, 9]), np.array([15, 3, 11]), np.array([1, 1, 1])) == 0
-    log.add_compaction("layer.3", pages.layer, plan, (0, 2))
+    drops = DropRows(
+        num_live=np.array([16, 12]),
+        num_dropped=np.array([8, 4]),
+        live_table=padded_blocks(rows).int().numpy(),
+    )
+    log.add_compaction("layer.3", pages.layer, drops.kept_blocks(1, 4), [8, 8], (0, 2))
     assert log.steps == [(7, 15, 1), (8, 3, 1), (9, 11, 1)]
     kept = [(step, name, [sorted(head) for head in heads]) for step, name, heads in log.kept]
     pinned = [0, 1, 2, 3]

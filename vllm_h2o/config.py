@@ -8,7 +8,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from vllm_h2o import policies, retention
 from vllm_h2o.errors import ConfigError
@@ -19,6 +19,11 @@ CONFIG_KEY = "kv_policy"
 
 Granularity = Literal["token", "block"]
 GRANULARITIES: tuple[Granularity, ...] = ("token", "block")
+
+KernelChoice = Literal["auto", "native", "torch"]
+KERNEL_CHOICES: tuple[KernelChoice, ...] = ("auto", "native", "torch")
+
+_Choice = TypeVar("_Choice", bound=str)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +41,8 @@ class KVPolicyConfig:
         score_pool: a token ranks by the maximum over this odd number of neighbours; 1 = off.
         max_model_len: longest sequence the server accepts.
         max_in_flight_tokens: most tokens that vLLM schedules before the first of them is settled.
+        kernels: compiled kernels (``native``), tensor operations (``torch``), or ``auto``: native where they
+            can be compiled.
         trace: debugging: record the position of every slot, and what each compaction kept.
     """
 
@@ -49,6 +56,7 @@ class KVPolicyConfig:
     score_pool: int
     max_model_len: int
     max_in_flight_tokens: int
+    kernels: KernelChoice = "auto"
     trace: bool = False
 
     @property
@@ -87,7 +95,10 @@ class KVPolicyConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class KVPolicySettings:
-    """Settings as written; None means not given. Field ``x`` is flag ``--kv-x``, ``name`` ``--kv-policy``."""
+    """Settings as written; None means not given.
+
+    Field ``x`` is flag ``--kv-x``, ``name`` is ``--kv-policy``; the last two have no flag.
+    """
 
     name: str | None = None
     budget: int | float | str | None = None
@@ -96,6 +107,7 @@ class KVPolicySettings:
     granularity: str | None = None
     score_half_life: float | None = None
     score_pool: int | None = None
+    kernels: str | None = None
     trace: bool | None = None
 
     @classmethod
@@ -186,11 +198,12 @@ class KVPolicySettings:
             budget_tokens=rounded,
             recent_tokens=self._recent_tokens(rounded),
             pinned_blocks=pinned_blocks,
-            granularity=self._granularity(),
+            granularity=_one_of("--kv-granularity", self.granularity, GRANULARITIES),
             score_half_life_tokens=self._half_life(),
             score_pool=self._pool(),
             max_model_len=max_model_len,
             max_in_flight_tokens=max_in_flight_tokens,
+            kernels=_one_of(flag_of("kernels"), self.kernels, KERNEL_CHOICES),
             trace=self._trace(),
         )
         if not config.evicts:
@@ -219,19 +232,8 @@ class KVPolicySettings:
 
     def _trace(self) -> bool:
         if self.trace not in (None, True, False):
-            raise ConfigError("trace", self.trace, "it must be true or false", "Leave it out")
+            raise ConfigError(flag_of("trace"), self.trace, "it must be true or false", "Leave it out")
         return bool(self.trace)
-
-    def _granularity(self) -> Granularity:
-        for granularity in GRANULARITIES:
-            if self.granularity in (None, granularity):
-                return granularity
-        raise ConfigError(
-            "--kv-granularity",
-            self.granularity,
-            "it is not known",
-            f"Use one of {', '.join(GRANULARITIES)}",
-        )
 
     def _half_life(self) -> float | None:
         if self.score_half_life is None:
@@ -262,10 +264,20 @@ class KVPolicySettings:
         return None
 
 
+def _one_of(setting: str, given: str | None, choices: tuple[_Choice, ...]) -> _Choice:
+    """The choice that was given; the first one if none was."""
+    for choice in choices:
+        if given in (None, choice):
+            return choice
+    raise ConfigError(setting, given, "it is not known", f"Use one of {', '.join(choices)}")
+
+
 def _room(config: KVPolicyConfig) -> int:
     return config.budget_tokens - config.pinned_tokens - config.recent_tokens
 
 
 def flag_of(field: str) -> str:
-    """Command-line flag of a field of ``KVPolicySettings``."""
+    """What users call a field of ``KVPolicySettings``: its command-line flag, where it has one."""
+    if field in ("kernels", "trace"):
+        return f"{CONFIG_KEY}.{field}"
     return "--kv-policy" if field == "name" else "--kv-" + field.replace("_", "-")

@@ -4,18 +4,14 @@ From each row's computed tokens ``c`` and new tokens ``q`` alone (``vllm_h2o.ret
 the live blocks, the rows whose scores are due and the rows that lose blocks. It knows no vLLM.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from vllm_h2o import policies, retention
-from vllm_h2o.compaction import Compaction
 from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.query_ring import QueryRing
-from vllm_h2o.scoring import DecodeFlush, PrefillChunk
 from vllm_h2o.trace import TraceLog
 
 IntArray = npt.NDArray[np.int64]
@@ -24,31 +20,86 @@ BlockTable = npt.NDArray[np.int32]
 NULL_BLOCK = 0
 """vLLM's block for padding; a row whose tail is here computes nothing real."""
 
-MAX_FLUSH_SLOTS = 4096
-"""Slots (rows times the longest row) scored in one batch: its logits then stay in the CPU's cache."""
+
+def _nothing() -> IntArray:
+    return np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class ScoreRows:
+    """Rows whose queries are scored in this step: ``[num_rows]`` int64 each unless said otherwise.
+
+    Query ``i`` of a row sees its first ``num_live - num_queries + 1 + i`` live slots.
+
+    Attributes:
+        from_ring: bool; whether the queries are kept ones, or those of the batch.
+        first_query: index of the first in the flattened ring, or in the batch; the others follow.
+        num_queries: how many.
+        num_live: live tokens that the last query sees.
+        live_table: ``[num_rows, width]`` int32, live blocks in order, then stale ids that nobody may read.
+        weights: ``[most queries]`` float32; a row's queries take the last ones of these.
+        decay: float32, factor on what is stored.
+    """
+
+    from_ring: npt.NDArray[np.bool_]
+    first_query: IntArray
+    num_queries: IntArray
+    num_live: IntArray
+    live_table: BlockTable
+    weights: npt.NDArray[np.float32]
+    decay: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class DropRows:
+    """Rows that lose blocks at the end of this step: ``[num_rows]`` int64 each.
+
+    Attributes:
+        num_live: live tokens before.
+        num_dropped: tokens to drop, a multiple of the block size.
+        live_table: as in ``ScoreRows``.
+    """
+
+    num_live: IntArray
+    num_dropped: IntArray
+    live_table: BlockTable
+
+    def kept_blocks(self, pinned_blocks: int, block_size: int) -> list[BlockTable]:
+        """Per row the ids of the blocks that it goes on with, in order."""
+        num_blocks = -(-self.num_live // block_size)
+        freed_end = pinned_blocks + self.num_dropped // block_size
+        return [
+            np.delete(blocks[:count], np.s_[pinned_blocks:end])
+            for blocks, count, end in zip(self.live_table, num_blocks, freed_end, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Work for every layer after its attention kernel, in this order; None or empty = nothing due.
+    """Work for every layer after its attention kernel, in this order; empty = nothing due.
 
     Attributes:
-        started_blocks: ``[n]`` int64, blocks that get their first token.
-        started_positions: ``[n, block_size]`` int32, positions of their tokens.
         append_tokens, append_slots: ``[m]`` int64, which queries of the batch go where in the ring
             flattened to ``[num_ring_slots * block_size]``.
-        trace, trace_steps: where tracing is on, the log and which of its steps the compaction's rows are.
+        started_blocks: ``[n]`` int64, blocks that get their first token: their scores are reset.
+        started_positions: ``[n, block_size]`` int32, positions of their tokens.
+        scores: rows to score; a row may be in several of them, so they come one after the other.
+        drops: rows that lose blocks.
+        trace, trace_steps: where tracing is on, the log and which of its steps the rows of ``drops`` are.
     """
 
-    started_blocks: torch.Tensor | None = None
-    started_positions: torch.Tensor | None = None
-    append_tokens: torch.Tensor | None = None
-    append_slots: torch.Tensor | None = None
-    flushes: tuple[DecodeFlush, ...] = ()
-    chunks: tuple[PrefillChunk, ...] = ()
-    compaction: Compaction | None = None
+    append_tokens: IntArray = field(default_factory=_nothing)
+    append_slots: IntArray = field(default_factory=_nothing)
+    started_blocks: IntArray = field(default_factory=_nothing)
+    started_positions: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty((0, 0), np.int32))
+    scores: tuple[ScoreRows, ...] = ()
+    drops: DropRows | None = None
     trace: TraceLog | None = None
     trace_steps: tuple[int, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.append_tokens.size or self.started_blocks.size or self.scores or self.drops)
 
 
 @dataclass(frozen=True)
@@ -87,13 +138,10 @@ class Batch:
 class StepPlanner:
     """Plans the steps of one KV cache group; its only state is the bookkeeping of pending queries."""
 
-    def __init__(
-        self, config: KVPolicyConfig, ring: QueryRing, device: torch.device, trace: TraceLog | None
-    ) -> None:
+    def __init__(self, config: KVPolicyConfig, ring: QueryRing, trace: TraceLog | None) -> None:
         self.config = config
         self.policy = policies.create(config)
         self.ring = ring
-        self.device = device
         self.trace = trace
 
     def batch(self, seq_lens: IntArray, query_start: IntArray, table: BlockTable) -> Batch:
@@ -129,35 +177,32 @@ class StepPlanner:
             return StepPlan()
         started, positions = self._started_blocks(batch)
         self.ring.start_step(started)
-        flushes: list[_FlushRows] = []
         is_chunk = batch.new > 1
-        chunks: tuple[PrefillChunk, ...] = ()
+        scores: list[ScoreRows] = []
         if is_chunk.any():
             chunk_rows = batch.select(is_chunk)
-            flushes.append(self._pending_before(chunk_rows))
-            chunks = tuple(self._chunks(chunk_rows))
-        append_tokens = append_slots = None
+            scores += [self._pending_before(chunk_rows), self._chunks(chunk_rows)]
+        append_tokens = append_slots = _nothing()
         if not is_chunk.all():
             decode_rows = batch.select(~is_chunk)
             offsets = decode_rows.computed % bs
             slots, first = self.ring.append(_tails(decode_rows, bs), offsets)
-            append_tokens = self._tensor(decode_rows.first_token)
-            append_slots = self._tensor(slots * bs + offsets)
+            append_tokens, append_slots = decode_rows.first_token, slots * bs + offsets
             full = offsets == bs - 1
-            flushes.append(_FlushRows.of(decode_rows.select(full), slots[full], first[full], bs, bs, 1))
+            if full.any():
+                scores.append(self._kept(decode_rows.select(full), slots[full], first[full], bs, 1))
         dropped_blocks = self._evicted(batch.total) - batch.gap_blocks
         trace_steps: tuple[int, ...] = ()
         if self.trace is not None:
             first_step = self.trace.add_steps(batch.table[:, 0], batch.computed, batch.new)
             trace_steps = tuple((np.flatnonzero(dropped_blocks) + first_step).tolist())
         return StepPlan(
-            started_blocks=self._tensor(started) if started.size else None,
-            started_positions=self._tensor(positions) if started.size else None,
             append_tokens=append_tokens,
             append_slots=append_slots,
-            flushes=tuple(flush for rows_ in flushes for flush in self._flushes(rows_)),
-            chunks=chunks,
-            compaction=self._compaction(batch, dropped_blocks) if dropped_blocks.any() else None,
+            started_blocks=started,
+            started_positions=positions,
+            scores=tuple(rows for rows in scores if rows.num_live.size),
+            drops=self._drops(batch, dropped_blocks) if dropped_blocks.any() else None,
             trace=self.trace,
             trace_steps=trace_steps,
         )
@@ -177,118 +222,45 @@ class StepPlanner:
         positions = block_idx[:, None] * bs + np.arange(bs)
         return batch.table[rows, block_idx].astype(np.int64), positions.astype(np.int32)
 
-    def _pending_before(self, batch: Batch) -> "_FlushRows":
+    def _pending_before(self, batch: Batch) -> ScoreRows:
         """Decode queries that a chunk row still owes, to be scored before the chunk (rare)."""
         bs = self.config.block_size
         inside = batch.select(batch.computed % bs != 0)
         offsets = inside.computed % bs
         slots, first = self.ring.take_pending(_tails(inside, bs), offsets)
         pending = slots >= 0
-        return _FlushRows.of(inside.select(pending), slots[pending], first[pending], offsets[pending], bs, 0)
+        return self._kept(inside.select(pending), slots[pending], first[pending], offsets[pending], 0)
 
-    def _chunks(self, batch: Batch) -> Iterator[PrefillChunk]:
+    def _kept(
+        self, batch: Batch, slots: IntArray, first: IntArray, stop: IntArray | int, new: int
+    ) -> ScoreRows:
+        """Kept queries at offsets ``[first, stop)`` of ring slots; the last is ``new`` tokens ahead."""
         bs = self.config.block_size
-        live = batch.total - batch.gap_blocks * bs
-        for row in range(live.size):
-            num_queries = int(batch.new[row])
-            num_blocks = -(-int(live[row]) // bs)
-            yield PrefillChunk(
-                first_token=int(batch.first_token[row]),
-                num_queries=num_queries,
-                num_live=int(live[row]),
-                blocks=self._tensor(batch.live_table[row, :num_blocks].astype(np.int64)),
-                pinned_blocks=min(self.config.pinned_blocks, num_blocks),
-                weights=self._tensor(self.policy.query_weights(np.arange(num_queries)[::-1])),
-                decay=float(self.policy.decay(np.array(num_queries))),
-            )
+        live = batch.computed + new - batch.gap_blocks * bs
+        return self._score_rows(True, slots * bs + first, stop - first, live, batch.live_table)
 
-    def _flushes(self, rows: "_FlushRows") -> Iterator[DecodeFlush]:
-        """Batches of at most ``MAX_FLUSH_SLOTS``, rows of like length together."""
-        order = np.argsort(-rows.live, kind="stable")
-        begin = 0
-        while begin < order.size:
-            longest = int(rows.live[order[begin]])
-            count = max(1, MAX_FLUSH_SLOTS // longest)
-            yield self._flush(rows.select(order[begin : begin + count]))
-            begin += count
+    def _chunks(self, batch: Batch) -> ScoreRows:
+        live = batch.total - batch.gap_blocks * self.config.block_size
+        return self._score_rows(False, batch.first_token, batch.new, live, batch.live_table)
 
-    def _flush(self, rows: "_FlushRows") -> DecodeFlush:
-        bs = self.config.block_size
-        num_blocks = -(-rows.live // bs)
-        columns = np.arange(int(num_blocks.max()))
-        has_block = columns < num_blocks[:, None]
-        blocks = np.where(has_block, rows.live_table[:, : columns.size], NULL_BLOCK).astype(np.int64)
-        offsets = np.arange(bs)
-        ages = rows.stop[:, None] - 1 - offsets
-        pending = (offsets >= rows.first[:, None]) & (ages >= 0)
-        weights = np.where(pending, self.policy.query_weights(np.maximum(ages, 0)), 0)
-        num_seen = np.minimum(rows.live[:, None] - ages, rows.live[:, None])
-        write_rows, write_cols = np.nonzero(has_block & (columns >= self.config.pinned_blocks))
-        return DecodeFlush(
-            ring_slots=self._tensor(rows.slots),
-            blocks=self._tensor(blocks),
-            visible=self._tensor(np.arange(columns.size * bs) < num_seen[:, :, None]),
-            seen_by_all=int(num_seen.min()),
-            weights=self._tensor(weights.astype(np.float32)),
-            decay=self._tensor(self.policy.decay(rows.stop - rows.first)),
-            write_rows=self._tensor(write_rows),
-            write_cols=self._tensor(write_cols),
-            write_blocks=self._tensor(blocks[write_rows, write_cols]),
+    def _score_rows(
+        self, from_ring: bool, first: IntArray, count: IntArray, live: IntArray, live_table: BlockTable
+    ) -> ScoreRows:
+        return ScoreRows(
+            from_ring=np.full(live.size, from_ring),
+            first_query=first,
+            num_queries=count,
+            num_live=live,
+            live_table=live_table,
+            weights=self.policy.query_weights(np.arange(int(count.max(initial=0)) - 1, -1, -1)),
+            decay=self.policy.decay(count),
         )
 
-    def _compaction(self, batch: Batch, dropped_blocks: IntArray) -> Compaction:
-        config, bs = self.config, self.config.block_size
+    def _drops(self, batch: Batch, dropped_blocks: IntArray) -> DropRows:
+        bs = self.config.block_size
         due = dropped_blocks > 0
-        rows, dropped = batch.select(due), dropped_blocks[due] * bs
-        live = rows.total - rows.gap_blocks * bs
-        columns = np.arange(-(-int(live.max()) // bs))
-        has_block = columns < -(-live // bs)[:, None]
-        blocks = np.where(has_block, rows.live_table[:, : columns.size], NULL_BLOCK)
-        slots = np.arange(columns.size * bs)
-        movable = slots >= config.pinned_tokens
-        return Compaction(
-            blocks=self._tensor(blocks.astype(np.int64)),
-            live=self._mask(slots < live[:, None]),
-            eligible=self._mask(movable & (slots < live[:, None] - config.recent_tokens)),
-            freed=self._mask(movable & (slots < config.pinned_tokens + dropped[:, None])),
-            num_dropped_tokens=self._tensor(dropped),
-            pinned_tokens=config.pinned_tokens,
-            score_pool=config.score_pool,
-            by_block=config.granularity == "block",
-        )
-
-    def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
-
-    def _mask(self, array: npt.NDArray[np.bool_]) -> torch.Tensor:
-        return self._tensor(array)[:, None]
-
-
-@dataclass(frozen=True)
-class _FlushRows:
-    """Rows with kept queries to score: ring offsets ``[first, stop)``, seeing ``live`` tokens at the end."""
-
-    slots: IntArray
-    first: IntArray
-    stop: IntArray
-    live: IntArray
-    live_table: BlockTable
-
-    @classmethod
-    def of(
-        cls,
-        batch: Batch,
-        slots: IntArray,
-        first: IntArray,
-        stop: IntArray | int,
-        block_size: int,
-        new: int,
-    ) -> "_FlushRows":
-        live = batch.computed + new - batch.gap_blocks * block_size
-        return cls(slots, first, np.broadcast_to(stop, slots.shape), live, batch.live_table)
-
-    def select(self, rows: IntArray) -> "_FlushRows":
-        return _FlushRows(*(getattr(self, field)[rows] for field in self.__dataclass_fields__))
+        rows = batch.select(due)
+        return DropRows(rows.total - rows.gap_blocks * bs, dropped_blocks[due] * bs, rows.live_table)
 
 
 def _tails(batch: Batch, block_size: int) -> IntArray:

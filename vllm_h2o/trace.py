@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_h2o.compaction import Compaction
+import numpy.typing as npt
+import torch
+
 from vllm_h2o.layout import PagedLayer
 
 
@@ -33,14 +35,23 @@ class TraceLog:
         return first
 
     def add_compaction(
-        self, layer_name: str, layer: PagedLayer, plan: Compaction, step_indices: Sequence[int]
+        self,
+        layer_name: str,
+        layer: PagedLayer,
+        kept_blocks: Sequence[npt.NDArray[Any]],
+        num_kept_tokens: Sequence[int],
+        step_indices: Sequence[int],
     ) -> None:
-        """Record what is left of each of the compaction's rows, once its survivors have moved."""
+        """Record what is left of each compacted row, once its survivors have moved.
+
+        Args:
+            kept_blocks: per row the ids of the blocks it keeps, in order.
+            num_kept_tokens: per row the tokens in them.
+        """
         assert layer.positions is not None, "tracing tracks positions"
-        positions = layer.positions[plan.blocks].transpose(1, 2).flatten(2)
-        for row, step_index in enumerate(step_indices):
-            kept = (plan.live & ~plan.freed)[row, 0]
-            self.kept.append((step_index, layer_name, positions[row][:, kept].tolist()))
+        for blocks, count, step_index in zip(kept_blocks, num_kept_tokens, step_indices, strict=True):
+            positions = layer.positions[torch.from_numpy(blocks).long()].transpose(0, 1).flatten(1)
+            self.kept.append((step_index, layer_name, positions[:, :count].tolist()))
 
     def take(self) -> dict[str, list[Any]]:
         """Hand over what was recorded and start anew."""

@@ -4,12 +4,10 @@ from typing import Any
 
 import torch
 
-from vllm_h2o.compaction import compact
-from vllm_h2o.engine.builder import PLAN_ATTRIBUTE
+from vllm_h2o.engine.builder import PLAN_ATTRIBUTE, StepWork
 from vllm_h2o.engine.compat import CPUAttentionBackendImpl, policy_of_current_config
+from vllm_h2o.kernels.base import AttentionShape, LayerState
 from vllm_h2o.layout import PagedLayer
-from vllm_h2o.scoring import AttentionShape, score_decode, score_prefill
-from vllm_h2o.step_plan import StepPlan
 
 
 class H2OCPUAttentionImpl(CPUAttentionBackendImpl):
@@ -25,7 +23,7 @@ class H2OCPUAttentionImpl(CPUAttentionBackendImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._policy = policy_of_current_config()
-        self._views: tuple[int, PagedLayer] | None = None
+        self._state: tuple[int, LayerState] | None = None
 
     def forward(
         self,
@@ -41,37 +39,20 @@ class H2OCPUAttentionImpl(CPUAttentionBackendImpl):
     ) -> torch.Tensor:
         """Same contract as ``CPUAttentionBackendImpl.forward``; changes scores and, when due, the cache."""
         result = super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
-        plan: StepPlan | None = getattr(attn_metadata, PLAN_ATTRIBUTE, None)
-        if plan is not None:
-            self._after_attention(layer, query, kv_cache, plan)
+        work: StepWork | None = getattr(attn_metadata, PLAN_ATTRIBUTE, None)
+        if work is not None:
+            work.run(self._layer_state(layer, kv_cache), query)
         return result
 
-    def _after_attention(
-        self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, plan: StepPlan
-    ) -> None:
-        if plan.append_tokens is not None:
-            self.query_ring[plan.append_slots] = query[plan.append_tokens]
-        if plan.started_blocks is None and not (plan.flushes or plan.chunks or plan.compaction):
-            return
-        cache = self._cache_views(kv_cache)
-        if plan.started_blocks is not None:
-            assert plan.started_positions is not None
-            cache.start_blocks(plan.started_blocks, plan.started_positions)
-        shape = AttentionShape(self.scale, self.logits_soft_cap, self.sinks)
-        ring = self.query_ring.unflatten(0, (-1, cache.block_size))
-        for flush in plan.flushes:
-            score_decode(cache, ring, flush, shape)
-        for chunk in plan.chunks:
-            score_prefill(cache, query, chunk, shape)
-        if plan.compaction is not None:
-            compact(cache, plan.compaction)
-            if plan.trace is not None:
-                plan.trace.add_compaction(layer.layer_name, cache, plan.compaction, plan.trace_steps)
-
-    def _cache_views(self, kv_cache: torch.Tensor) -> PagedLayer:
-        """Views of the cache, made anew only when vLLM hands over other memory."""
-        if self._views is None or self._views[0] != kv_cache.data_ptr():
+    def _layer_state(self, layer: Any, kv_cache: torch.Tensor) -> LayerState:
+        """Views of the layer's memory, made anew only when vLLM hands over other memory."""
+        if self._state is None or self._state[0] != kv_cache.data_ptr():
             assert self._policy is not None
-            views = PagedLayer.from_cpu_cache(kv_cache, positions=self._policy.tracks_positions)
-            self._views = (kv_cache.data_ptr(), views)
-        return self._views[1]
+            state = LayerState(
+                name=layer.layer_name,
+                cache=PagedLayer.from_cpu_cache(kv_cache, positions=self._policy.tracks_positions),
+                ring=self.query_ring,
+                shape=AttentionShape(self.scale, self.logits_soft_cap or 0.0, self.sinks),
+            )
+            self._state = (kv_cache.data_ptr(), state)
+        return self._state[1]

@@ -1,5 +1,6 @@
 """Metadata builder: shows kernels only live blocks, and plans what the layers do after attention."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,35 @@ from vllm_h2o.engine.compat import (
 )
 from vllm_h2o.engine.memory import allocate_rings
 from vllm_h2o.engine.spec import H2OSpec
+from vllm_h2o.kernels import create as create_kernels
+from vllm_h2o.kernels.base import LayerState, PreparedStep
 from vllm_h2o.query_ring import QueryRing, num_ring_slots
-from vllm_h2o.step_plan import Batch, StepPlanner
+from vllm_h2o.step_plan import Batch, StepPlan, StepPlanner
 from vllm_h2o.trace import TraceLog
 
 logger = init_logger("vllm.h2o.builder")
 
-PLAN_ATTRIBUTE = "kv_policy_plan"
-"""Attribute of the wrapped backend's metadata that carries the ``StepPlan`` to the layers."""
+PLAN_ATTRIBUTE = "kv_policy_work"
+"""Attribute of the wrapped backend's metadata that carries the ``StepWork`` to the layers."""
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What every evicting layer does after its attention kernel in this step."""
+
+    plan: StepPlan
+    prepared: PreparedStep
+    pinned_blocks: int
+
+    def run(self, layer: LayerState, query: torch.Tensor) -> None:
+        self.prepared.after_attention(layer, query)
+        if self.plan.trace is not None and self.plan.drops is not None:
+            drops = self.plan.drops
+            kept_blocks = drops.kept_blocks(self.pinned_blocks, layer.cache.block_size)
+            kept_tokens = (drops.num_live - drops.num_dropped).tolist()
+            self.plan.trace.add_compaction(
+                layer.name, layer.cache, kept_blocks, kept_tokens, self.plan.trace_steps
+            )
 
 
 class H2OCPUMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -52,9 +74,9 @@ class H2OCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         self.planner = StepPlanner(
             policy,
             QueryRing(num_slots, policy.block_size),
-            device,
             TraceLog() if policy.trace else None,
         )
+        self.kernels = create_kernels(policy)
         self._lost_queries_logged = 0
 
     def build(
@@ -76,7 +98,9 @@ class H2OCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         if batch.has_gap:
             common_attn_metadata = self._without_gap(common_attn_metadata, batch)
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        setattr(metadata, PLAN_ATTRIBUTE, plan)
+        if not plan.is_empty:
+            pinned_blocks = self.planner.config.pinned_blocks
+            setattr(metadata, PLAN_ATTRIBUTE, StepWork(plan, self.kernels.prepare(plan), pinned_blocks))
         self._report_lost_queries()
         return metadata
 

@@ -1,7 +1,6 @@
 """Memory that eviction needs beside the KV cache, taken off the cache's share.
 
-Kept decode queries: one ring per evicting layer. Scratch of one layer's scoring: the keys of the longest
-rows as float32, and their logits with the probabilities.
+Kept decode queries: one ring per evicting layer. Scratch of scoring one layer: as its kernels say.
 """
 
 import numpy as np
@@ -9,9 +8,8 @@ import torch
 
 from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.engine.compat import Attention, VllmConfig, get_layers_from_vllm_config
+from vllm_h2o.kernels.base import Kernels, LayerSizes
 from vllm_h2o.query_ring import num_ring_slots
-from vllm_h2o.scoring import TILE_BYTES
-from vllm_h2o.step_plan import MAX_FLUSH_SLOTS
 
 
 def ring_bytes(vllm_config: VllmConfig, policy: KVPolicyConfig, layer_names: list[str]) -> int:
@@ -24,20 +22,12 @@ def ring_bytes(vllm_config: VllmConfig, policy: KVPolicyConfig, layer_names: lis
     )
 
 
-def scratch_bytes(vllm_config: VllmConfig, policy: KVPolicyConfig, layer_names: list[str]) -> int:
-    """Bytes that scoring a layer takes at most while it runs."""
-    live_tokens = policy.max_blocks_per_request * policy.block_size
-    flushed_slots = max(MAX_FLUSH_SLOTS, policy.budget_tokens)
+def scratch_bytes(vllm_config: VllmConfig, kernels: Kernels, layer_names: list[str]) -> int:
+    """Bytes that the work after a layer's attention takes at most while it runs."""
     layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
-    key_bytes = 4 + _dtype(vllm_config).itemsize  # the float32 copy, and the gathered blocks before it
+    element_bytes = _dtype(vllm_config).itemsize
     return max(
-        max(live_tokens, flushed_slots) * layer.num_kv_heads * layer.head_size * key_bytes
-        + 2
-        * max(
-            TILE_BYTES,
-            4 * layer.num_heads * live_tokens,
-            4 * layer.num_heads * policy.block_size * flushed_slots,
-        )
+        kernels.scratch_bytes(LayerSizes(layer.num_heads, layer.num_kv_heads, layer.head_size, element_bytes))
         for layer in layers.values()
     )
 

@@ -1,5 +1,6 @@
 """CPU worker: switches the policy on in its process, sizes memory for it, checks the loaded model."""
 
+from functools import cached_property
 from typing import Any
 
 # Not in compat: importing vLLM's worker starts its CPU runtime, which only a worker process may do.
@@ -13,6 +14,8 @@ from vllm_h2o.engine.memory import ring_bytes, scratch_bytes
 from vllm_h2o.engine.refusals import refuse_model
 from vllm_h2o.engine.spec import H2OSpec, evicting
 from vllm_h2o.errors import ConfigError
+from vllm_h2o.kernels import create as create_kernels
+from vllm_h2o.kernels.base import Kernels
 from vllm_h2o.layout import side_bytes_per_block
 
 logger = init_logger("vllm.h2o.worker")
@@ -28,6 +31,10 @@ class H2OCPUWorker(CPUWorker):
         self.kv_policy = policy
         backend.activate()
         super().__init__(vllm_config, *args, **kwargs)
+
+    @cached_property
+    def kernels(self) -> Kernels:
+        return create_kernels(self.kv_policy)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model and refuse, all reasons at once, what eviction can't serve."""
@@ -48,7 +55,7 @@ class H2OCPUWorker(CPUWorker):
             return available
         rings = ring_bytes(self.vllm_config, self.kv_policy, list(evicted))
         self._log_policy(evicted, rings)
-        beside = rings + scratch_bytes(self.vllm_config, self.kv_policy, list(evicted))
+        beside = rings + scratch_bytes(self.vllm_config, self.kernels, list(evicted))
         if beside >= available:
             raise ConfigError(
                 "--max-num-seqs", self.vllm_config.scheduler_config.max_num_seqs,
@@ -74,12 +81,12 @@ class H2OCPUWorker(CPUWorker):
         logger.info(
             "KV policy %s: budget %d tokens of max_model_len %d, recent %d, pinned %d (%d blocks), block "
             "size %d, granularity %s, score half-life %s, pool %d; %d evicting layers, scores take %d bytes "
-            "per block inside the KV cache, kept queries %.1f MiB beside it; prefix caching shares only the "
-            "pinned tokens, because all others change when tokens are dropped",
+            "per block inside the KV cache, kept queries %.1f MiB beside it; %s kernels; prefix caching "
+            "shares only the pinned tokens, because all others change when tokens are dropped",
             policy.name, policy.budget_tokens, policy.max_model_len, policy.recent_tokens,
             policy.pinned_tokens, policy.pinned_blocks, policy.block_size, policy.granularity,
             policy.score_half_life_tokens or "none", policy.score_pool, len(evicting_layers), scores,
-            rings / 2**20,
+            rings / 2**20, self.kernels.name,
         )  # fmt: skip
 
     def take_kv_trace(self) -> list[dict[str, list[Any]]]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_h2o.kernels.base import AttentionShape
 from vllm_h2o.layout import PagedLayer
 
 QUERY_TILE = 64
@@ -22,21 +23,6 @@ QUERY_TILE = 64
 
 TILE_BYTES = 4 * 2**20
 """Most bytes of a prefill tile's logits: they should stay in the CPU's cache, whatever the context."""
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    """What the logits of a layer depend on besides Q and K.
-
-    Attributes:
-        scale: factor on ``q . k``.
-        softcap: logits become ``softcap * tanh(logits / softcap)``; 0 = off.
-        sinks: ``[num_heads]`` float32 logits of learned attention sinks, or None.
-    """
-
-    scale: float
-    softcap: float = 0.0
-    sinks: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

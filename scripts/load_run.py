@@ -1,0 +1,87 @@
+"""One server under its loads: starts `vllm serve`, drives it with `vllm bench serve`, reads its metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import server_metrics
+from load_workload import Flags, Workload, arguments
+from server_process import HOST, Server, ServerError, free_port
+from setup_steps import OFFLINE_ENVIRONMENT, VENV
+
+RUNNING, PREEMPTIONS = "vllm:num_requests_running", "vllm:num_preemptions_total"
+
+_START_SECONDS = 300.0
+_SAMPLING_SECONDS = 0.5  # seldom enough not to slow the server down
+_WARM_UP: Flags = {"num-prompts": 2, "random-input-len": 64, "random-output-len": 4}
+_BENCH_FIGURES = (
+    *("duration", "completed", "total_input_tokens", "total_output_tokens"),
+    *("output_throughput", "total_token_throughput", "request_goodput"),
+    *(f"{which}_{what}_ms" for what in ("ttft", "tpot", "itl") for which in ("mean", "median", "p90", "p99")),
+)
+
+
+def run_variant(workload: Workload, variant: str, model: Path, log_path: Path) -> dict[str, dict[str, Any]]:
+    """Start the variant's server, run every load on it and stop it.
+
+    Returns:
+        Per load the figures of `vllm bench serve` (seconds and milliseconds as in their names), and
+        ``peak_running``, ``peak_kv_usage`` and ``preemptions`` from the server's metrics.
+
+    Raises:
+        ServerError: the server doesn't come up, or a load fails; the message quotes the log.
+    """
+    port = free_port()
+    command = [
+        *(str(VENV / "bin" / "vllm"), "serve", str(model), "--host", HOST, "--port", str(port)),
+        *arguments(workload.variants[variant]),
+    ]
+    environment = {**OFFLINE_ENVIRONMENT, "VLLM_LOGGING_LEVEL": "WARNING"}
+    with Server(command, port=port, log_path=log_path, environment=environment) as server:
+        server.wait_until_ready(_START_SECONDS)
+        figures = {}
+        first = next(iter(workload.loads.values()))
+        _bench(port, model, {**first, **_WARM_UP, "request-rate": None, "goodput": None})
+        for name, load in workload.loads.items():
+            print(f"  load {name}", flush=True)
+            before = server_metrics.read(server.url, [PREEMPTIONS])[PREEMPTIONS]
+            with server_metrics.Peaks(
+                server.url, [RUNNING, server_metrics.KV_USAGE], _SAMPLING_SECONDS
+            ) as peaks:
+                figures[name] = _bench(port, model, load)
+            server.check_running(f"under load {name}")
+            figures[name]["peak_running"] = peaks.highest[RUNNING]
+            figures[name]["peak_kv_usage"] = peaks.highest[server_metrics.KV_USAGE]
+            figures[name]["preemptions"] = (
+                server_metrics.read(server.url, [PREEMPTIONS])[PREEMPTIONS] - before
+            )
+        return figures
+
+
+def _bench(port: int, model: Path, load: Flags) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            *(str(VENV / "bin" / "vllm"), "bench", "serve", "--host", HOST, "--port", str(port)),
+            *("--model", str(model), "--percentile-metrics", "ttft,tpot,itl"),
+            *("--metric-percentiles", "90,99", "--save-result"),
+            *("--result-dir", folder, "--result-filename", "result.json"),
+            *arguments(load),
+        ]
+        # Its progress bar is on stderr, which is the terminal's; its table repeats what the file has.
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=_environment())
+        result = Path(folder) / "result.json"
+        if done.returncode or not result.exists():
+            raise ServerError(f"{' '.join(command)} failed ({done.returncode}).\n{done.stdout[-2000:]}")
+        figures = json.loads(result.read_text(encoding="utf-8"))
+    if figures["completed"] != load["num-prompts"]:
+        raise ServerError(f"only {figures['completed']} of {load['num-prompts']} requests were answered")
+    return {name: figures[name] for name in _BENCH_FIGURES if figures.get(name) is not None}
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, **OFFLINE_ENVIRONMENT, "VLLM_LOGGING_LEVEL": "ERROR"}

@@ -1,0 +1,130 @@
+#!/usr/bin/env python3
+"""Load tests of vLLM with and without a KV policy, side by side.
+
+    python3 scripts/load_test.py --quick                  # a few minutes
+    python3 scripts/load_test.py w1-short-pool w4-reasoning --rounds 5
+    python3 scripts/load_test.py --all
+
+A workload is a file of configs/load. In every round each of its servers is started, gets all loads from
+`vllm bench serve`, and is stopped, so that ratios are of runs next to each other. The result is written after
+every server: scripts/results/load/WORKLOAD.json, with a table (.md) and a plot (.png) beside it. Run it on an
+otherwise idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import sys
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import fetch_model
+from model_store import StoreError
+from server_process import ServerError
+from setup_env import ensure_environment
+from setup_steps import ROOT, VENV, VENV_PYTHON, SetupError
+
+CONFIGS = ROOT / "configs" / "load"
+RESULTS = ROOT / "scripts" / "results" / "load"
+
+
+def run(path: Path, rounds: int, results: Path) -> list[str]:
+    """Run one workload file; returns what is slower than its floors allow."""
+    # Not at the top: they need what the environment brings.
+    import load_report
+    from load_run import run_variant
+    from load_workload import read
+
+    workload = read(path)
+    results.mkdir(parents=True, exist_ok=True)
+    done: list[load_report.Round] = []
+    found: dict[str, Any] = {}
+    for number in range(rounds):
+        done.append({})
+        for variant in workload.variants:
+            print(f"\n{workload.name}: round {number + 1} of {rounds}, server {variant}", flush=True)
+            log_path = ROOT / "logs" / f"load-{workload.name}-{variant}.log"
+            done[-1][variant] = run_variant(workload, variant, fetch_model.DEFAULT_TARGET, log_path)
+            found = load_report.summary(workload, done)
+            finished = number + 1 == rounds and len(done[-1]) == len(workload.variants)
+            _write(results / f"{workload.name}.json", workload.description, finished, rounds, found, done)
+    table = load_report.table(workload, found)
+    (results / f"{workload.name}.md").write_text(table, encoding="utf-8")
+    load_report.plot(workload, found, results / f"{workload.name}.png")
+    print(f"\n{table}", flush=True)
+    return list(load_report.too_slow(workload, found))
+
+
+def _write(
+    path: Path, description: str, complete: bool, rounds: int, found: dict[str, Any], done: list[Any]
+) -> None:
+    content = {
+        "description": description,
+        "complete": complete,
+        "date": date.today().isoformat(),
+        "machine": f"{platform.machine()}, {_cpu_model()}, {os.cpu_count()} CPUs",
+        "versions": {name: version(name) for name in ("vllm", "torch", "vllm-h2o")},
+        "rounds_wanted": rounds,
+        **found,
+        "rounds": done,
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def _exit_on_sigterm(signum: int, frame: FrameType | None) -> None:
+    sys.exit(128 + signum)  # through the normal way out, which stops the server
+
+
+def main() -> int:
+    """Run the command line and return its exit status: 1 also when a ratio is under its floor."""
+    known = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of: {', '.join(known)}")
+    parser.add_argument("--all", action="store_true", help="all of them (hours)")
+    parser.add_argument("--quick", action="store_true", help="one round of the workload `quick`")
+    parser.add_argument("--rounds", type=int, default=5, help="default: 5")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for what is found")
+    options = parser.parse_args()
+    names = ["quick"] if options.quick else known if options.all else options.workloads
+    if not names or options.rounds < 1:
+        parser.error("name workloads, or give --quick or --all; --rounds must be at least 1")
+    for name in names:
+        if name not in known:
+            parser.error(f"there is no workload {name!r}; known: {', '.join(known)}")
+    signal.signal(signal.SIGTERM, _exit_on_sigterm)
+    try:
+        changed = ensure_environment({"model", "bench"})
+        if changed or Path(sys.prefix).resolve() != VENV.resolve():
+            os.execv(VENV_PYTHON, [str(VENV_PYTHON), str(Path(__file__).resolve()), *sys.argv[1:]])
+        fetch_model.fetch(fetch_model.DEFAULT_TARGET)
+        rounds = 1 if options.quick else options.rounds
+        slow = [line for name in names for line in run(CONFIGS / f"{name}.yaml", rounds, options.results)]
+    except (SetupError, StoreError, ServerError, ValueError) as error:
+        print(f"\nerror: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nInterrupted; the server is stopped, and what was measured is kept.", file=sys.stderr)
+        return 130
+    for line in slow:
+        print(f"too slow: {line}", file=sys.stderr)
+    return 1 if slow else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

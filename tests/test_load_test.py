@@ -1,0 +1,160 @@
+"""The load test's own parts: workload files, command lines, medians and ratios, floors, metrics.
+
+That servers run under load is shown by `scripts/load_test.py --quick`, which `.ci/run` runs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import load_report
+import load_workload
+import server_metrics
+from load_test import CONFIGS
+from load_workload import WorkloadError, arguments
+
+TEXT = """
+description: two servers
+server: {max-model-len: 1024}
+variants:
+  plain: {}
+  h2o: {kv-policy: h2o, block-size: 16}
+loads:
+  short: {num-prompts: 2, random-input-len: 8}
+compare:
+  - {name: h2o / plain, of: h2o, to: plain}
+floors:
+  short: {h2o / plain: 0.9}
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "two.yaml"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in CONFIGS.glob("*.yaml")))
+def test_every_workload_can_be_read(name: str) -> None:
+    workload = load_workload.read(CONFIGS / f"{name}.yaml")
+    assert workload.name == name
+    for flags in workload.variants.values():
+        assert ("kv-budget" in flags) == (flags.get("kv-policy") == "h2o")
+
+
+def test_variants_and_loads_inherit(path: Path) -> None:
+    workload = load_workload.read(path)
+    assert workload.variants["plain"]["max-model-len"] == 1024
+    assert workload.variants["plain"]["block-size"] == 32
+    assert workload.variants["h2o"]["block-size"] == 16
+    assert workload.loads["short"]["ignore-eos"] is True
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("description", "discription", "must have the keys"),
+        ("of: h2o", "of: h20", "compares 'h20', which is none of"),
+        ("short: {h2o", "shirt: {h2o", "sets floors for 'shirt'"),
+        ("h2o / plain: 0.9", "plain / h2o: 0.9", "which it doesn't compare"),
+        ("variants:", "variants: [", "can't be read"),
+    ],
+)
+def test_mistakes_are_named(path: Path, old: str, new: str, message: str) -> None:
+    path.write_text(TEXT.replace(old, new, 1), encoding="utf-8")
+    with pytest.raises(WorkloadError, match=message):
+        load_workload.read(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(WorkloadError, match=r"none\.yaml can't be read"):
+        load_workload.read(tmp_path / "none.yaml")
+
+
+def test_flags_become_a_command_line() -> None:
+    flags = {"a": True, "b": False, "c": None, "d": 0, "e": "x"}
+    assert arguments(flags) == ["--a", "--d", "0", "--e", "x"]
+
+
+def figures(throughput: float, tpot: float = 10.0) -> dict[str, Any]:
+    return {
+        "short": {
+            "output_throughput": throughput,
+            "median_ttft_ms": 100.0,
+            "median_tpot_ms": tpot,
+            "p99_itl_ms": 20.0,
+            "peak_running": 2.0,
+            "peak_kv_usage": 0.5,
+            "preemptions": 0.0,
+        }
+    }
+
+
+ROUNDS = [
+    {"plain": figures(100), "h2o": figures(150, 5)},
+    {"plain": figures(50), "h2o": figures(60)},
+    {"plain": figures(80), "h2o": figures(160)},
+]
+
+
+def test_ratios_are_of_runs_next_to_each_other(path: Path) -> None:
+    found = load_report.summary(load_workload.read(path), ROUNDS)
+    assert found["medians"]["plain"]["short"]["output_throughput"] == 80
+    ratio = found["ratios"]["short"]["h2o / plain"]
+    # Not 150 / 80, the ratio of the medians.
+    assert ratio["output_throughput"] == 1.5
+    assert ratio["output_throughput_of_rounds"] == [1.5, 1.2, 2.0]
+    assert ratio["median_tpot_ms_of_rounds"] == [0.5, 1.0, 1.0]
+
+
+def test_a_round_that_was_cut_counts_for_what_it_has(path: Path) -> None:
+    found = load_report.summary(load_workload.read(path), [*ROUNDS, {"plain": figures(10)}])
+    assert found["medians"]["plain"]["short"]["output_throughput"] == 65
+    assert len(found["ratios"]["short"]["h2o / plain"]["output_throughput_of_rounds"]) == 3
+
+
+def test_nothing_to_compare_yet(path: Path) -> None:
+    workload = load_workload.read(path)
+    found = load_report.summary(workload, [{"plain": figures(100)}])
+    assert found["ratios"] == {}
+    assert list(load_report.too_slow(workload, found)) == ["short, h2o / plain: not measured, floor 0.9"]
+
+
+def test_floors(path: Path) -> None:
+    workload = load_workload.read(path)
+    fast = load_report.summary(workload, ROUNDS)
+    assert list(load_report.too_slow(workload, fast)) == []
+    slow = load_report.summary(workload, [{"plain": figures(100), "h2o": figures(85)}])
+    assert list(load_report.too_slow(workload, slow)) == [
+        "short, h2o / plain: 0.85 is under the floor of 0.9"
+    ]
+
+
+def test_table_says_medians_and_ratios(path: Path) -> None:
+    workload = load_workload.read(path)
+    text = load_report.table(workload, load_report.summary(workload, ROUNDS))
+    assert "| short | plain | 80.0 | 100 | 10.0 | 20 | 2 | 0 | 50% |" in text
+    assert "- short, h2o / plain: output tok/s **1.50** (1.50, 1.20, 2.00); TTFT 1.00; TPOT 1.00" in text
+
+
+METRICS = """
+# HELP vllm:num_requests_running Number of requests.
+vllm:num_requests_running{engine="0",model_name="m"} 2.0
+vllm:num_requests_running{engine="1",model_name="m"} 3.0
+vllm:num_requests_running_more{engine="1"} 9.0
+plain_gauge 1e-05
+"""
+
+
+def test_metrics_are_summed_over_their_labels() -> None:
+    names = ["vllm:num_requests_running", "plain_gauge"]
+    assert server_metrics.parse(METRICS, names) == {names[0]: 5.0, names[1]: 1e-05}
+
+
+def test_a_missing_metric_is_named() -> None:
+    with pytest.raises(ValueError, match="no vllm:gone"):
+        server_metrics.parse(METRICS, ["vllm:gone"])

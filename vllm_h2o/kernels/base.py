@@ -1,0 +1,81 @@
+"""What implementations of the kernels have in common."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from vllm_h2o.config import KVPolicyConfig
+from vllm_h2o.layout import PagedLayer
+from vllm_h2o.step_plan import StepPlan
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What the logits of a layer depend on besides Q and K.
+
+    Attributes:
+        scale: factor on ``q . k``.
+        softcap: logits become ``softcap * tanh(logits / softcap)``; 0 = off.
+        sinks: ``[num_heads]`` float32 logits of learned attention sinks, or None.
+    """
+
+    scale: float
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LayerState:
+    """One evicting layer.
+
+    Attributes:
+        name: vLLM's name of the layer.
+        cache: views of its KV cache.
+        ring: ``[num_ring_slots * block_size, num_heads, head_size]``, the kept decode queries.
+    """
+
+    name: str
+    cache: PagedLayer
+    ring: torch.Tensor
+    shape: AttentionShape
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """What an implementation's scratch memory depends on."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    element_bytes: int
+
+
+class PreparedStep(ABC):
+    """A step's work in the form an implementation wants it; shared by all layers."""
+
+    @abstractmethod
+    def after_attention(self, layer: LayerState, query: torch.Tensor) -> None:
+        """Keep queries, update scores, drop tokens: whatever is due in this step.
+
+        Args:
+            layer: its cache holds this step's keys and values already.
+            query: ``[num_tokens, num_heads, head_size]`` of the whole batch, as attention saw it.
+        """
+
+
+class Kernels(ABC):
+    """One implementation under one policy."""
+
+    name: str
+
+    def __init__(self, config: KVPolicyConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def prepare(self, plan: StepPlan) -> PreparedStep:
+        """Turn a plan into work; once per step."""
+
+    @abstractmethod
+    def scratch_bytes(self, sizes: LayerSizes) -> int:
+        """Most bytes that one layer's work takes beside its cache while it runs."""

@@ -1,0 +1,143 @@
+// In-place compaction of one layer: vllm_h2o/kernels/plain/compaction.py says what and why.
+
+#pragma once
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "layer.h"
+
+namespace h2o {
+
+// Drops the lowest tokens of one row and head; one object per thread.
+template <typename T>
+class Compactor {
+ public:
+  void compact(const Layer& layer, const Step& step, const DropRow& row, int64_t head) {
+    gather(layer, row, head);
+    if (step.score_pool > 1) pool(layer, step, row, head);
+    victims_.assign(row.num_live, 0);
+    if (step.by_block)
+      choose_blocks(layer.block_size, step, row);
+    else
+      choose_tokens(step, row);
+    move(layer, step, row, head);
+  }
+
+ private:
+  struct Ranked {
+    double rank;
+    int64_t order, slot;
+    bool operator<(const Ranked& other) const {
+      return rank < other.rank || (rank == other.rank && order < other.order);
+    }
+  };
+
+  // A model that produced NaN must not make us drop what is pinned, and infinities must stay comparable.
+  static double finite(double score) {
+    constexpr double kMost = std::numeric_limits<float>::max();
+    return score != score ? kMost : std::clamp(score, -kMost, kMost);
+  }
+
+  void gather(const Layer& layer, const DropRow& row, int64_t head) {
+    const int64_t bs = layer.block_size;
+    ranks_.resize(row.num_live);
+    order_.resize(row.num_live);
+    for (int64_t slot = 0; slot < row.num_live; ++slot) {
+      ranks_[slot] = float(finite(layer.scores(row.blocks[slot / bs], head)[slot % bs]));
+      order_[slot] = slot;
+    }
+  }
+
+  // A token ranks by the highest score among its neighbours in the text; ties then go by age.
+  void pool(const Layer& layer, const Step& step, const DropRow& row, int64_t head) {
+    const int64_t bs = layer.block_size, n = row.num_live, reach = step.score_pool / 2;
+    by_age_.resize(n);
+    for (int64_t slot = 0; slot < n; ++slot)
+      by_age_[slot] = {layer.positions(row.blocks[slot / bs], head)[slot % bs], slot};
+    std::sort(by_age_.begin(), by_age_.end());
+    pooled_.resize(n);
+    // Pinned tokens are the oldest and may be shared, so they keep no scores.
+    for (int64_t age = 0; age < n; ++age) {
+      float most = -std::numeric_limits<float>::infinity();
+      const int64_t end = std::min(n, age + reach + 1);
+      for (int64_t near = std::max(step.pinned_tokens, age - reach); near < end; ++near)
+        most = std::max(most, ranks_[by_age_[near].second]);
+      pooled_[by_age_[age].second] = most;
+    }
+    ranks_.swap(pooled_);
+    for (int64_t age = 0; age < n; ++age) order_[by_age_[age].second] = age;
+  }
+
+  void choose_tokens(const Step& step, const DropRow& row) {
+    ranked_.clear();
+    for (int64_t slot = step.pinned_tokens; slot < row.num_live - step.recent_tokens; ++slot)
+      ranked_.push_back({ranks_[slot], order_[slot], slot});
+    take_lowest(row.num_dropped, 1);
+  }
+
+  // Only blocks that are eligible as a whole; what is left of a block past that is recent.
+  void choose_blocks(int64_t block_size, const Step& step, const DropRow& row) {
+    ranked_.clear();
+    const int64_t end = row.num_live - step.recent_tokens - block_size;
+    for (int64_t slot = step.pinned_tokens; slot <= end; slot += block_size) {
+      double sum = 0;
+      for (int64_t i = slot; i < slot + block_size; ++i) sum += ranks_[i];
+      ranked_.push_back({finite(sum), slot, slot});
+    }
+    take_lowest(row.num_dropped / block_size, block_size);
+  }
+
+  void take_lowest(int64_t count, int64_t width) {
+    std::nth_element(ranked_.begin(), ranked_.begin() + (count - 1), ranked_.end());
+    for (int64_t i = 0; i < count; ++i) std::fill_n(victims_.begin() + ranked_[i].slot, width, 1);
+  }
+
+  // The i-th survivor of the region about to be freed goes to the i-th hole outside of it.
+  void move(const Layer& layer, const Step& step, const DropRow& row, int64_t head) const {
+    const int64_t freed_end = step.pinned_tokens + row.num_dropped;
+    int64_t hole = freed_end;
+    for (int64_t slot = step.pinned_tokens; slot < freed_end; ++slot) {
+      if (victims_[slot]) continue;
+      while (!victims_[hole]) ++hole;
+      copy(layer, row, head, slot, hole++);
+    }
+  }
+
+  static void copy(const Layer& layer, const DropRow& row, int64_t head, int64_t from, int64_t to) {
+    const int64_t bs = layer.block_size, size = layer.head_size;
+    const int64_t source = row.blocks[from / bs], target = row.blocks[to / bs];
+    from %= bs;
+    to %= bs;
+    const T* key = layer.keys<T>(source, head) + from;
+    T* key_out = layer.keys<T>(target, head) + to;
+    for (int64_t d = 0; d < size; ++d) key_out[d * bs] = key[d * bs];
+    std::copy_n(layer.values<T>(source, head) + from * size, size, layer.values<T>(target, head) + to * size);
+    layer.scores(target, head)[to] = layer.scores(source, head)[from];
+    if (layer.positions_offset_bytes)
+      layer.positions(target, head)[to] = layer.positions(source, head)[from];
+  }
+
+  std::vector<float> ranks_, pooled_;
+  std::vector<int64_t> order_;
+  std::vector<std::pair<int32_t, int64_t>> by_age_;
+  std::vector<Ranked> ranked_;
+  std::vector<uint8_t> victims_;
+};
+
+template <typename T>
+void drop_tokens(const Layer& layer, const Step& step) {
+  const int64_t num_heads = layer.num_kv_heads, num_pieces = step.num_drop_rows * num_heads;
+#pragma omp parallel
+  {
+    static thread_local Compactor<T> compactor;
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < num_pieces; ++i) {
+      compactor.compact(layer, step, step.drop_rows[i / num_heads], i % num_heads);
+    }
+  }
+}
+
+}  // namespace h2o

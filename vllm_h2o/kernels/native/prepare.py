@@ -1,0 +1,154 @@
+"""A step's work as the C++ kernels take it: one call per layer."""
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_h2o.config import KVPolicyConfig
+from vllm_h2o.kernels.base import Kernels, LayerSizes, LayerState, PreparedStep
+from vllm_h2o.kernels.native import library
+from vllm_h2o.step_plan import BlockTable, DropRows, ScoreRows, StepPlan
+
+
+class NativeKernels(Kernels):
+    """Compiled for this machine when made.
+
+    Raises:
+        BuildError: they can't be compiled here.
+    """
+
+    name = "native"
+
+    def __init__(self, config: KVPolicyConfig) -> None:
+        super().__init__(config)
+        self._library = library.load()
+        # Only as many layers as the model has; keyed by what the structure was made from.
+        self._layers: dict[int, tuple[LayerState, library.Layer]] = {}
+
+    def prepare(self, plan: StepPlan) -> "NativeStep":
+        return NativeStep(self, plan)
+
+    def scratch_bytes(self, sizes: LayerSizes) -> int:
+        live_tokens = self.config.max_blocks_per_request * self.config.block_size
+        per_thread = self._library.h2o_scratch_bytes(live_tokens, sizes.num_kv_heads, sizes.head_size)
+        return int(per_thread)
+
+    def layer(self, state: LayerState) -> library.Layer:
+        """The layer's structure, made when its memory is first seen."""
+        known = self._layers.get(id(state))
+        if known is None:
+            known = self._layers[id(state)] = state, _layer(state)
+        return known[1]
+
+
+class NativeStep(PreparedStep):
+    """Holds the arrays that the structure points into."""
+
+    def __init__(self, kernels: NativeKernels, plan: StepPlan) -> None:
+        config = kernels.config
+        self._kernels = kernels
+        self._call = kernels._library.h2o_after_attention
+        scores = [_score_rows(rows) for rows in plan.scores]
+        # A row that is scored twice in a step has its kept queries in front.
+        early = len(scores[0]) if len(scores) > 1 else 0
+        score_rows = np.concatenate(scores) if scores else np.empty(0, library.SCORE_ROW)
+        drop_rows = _drop_rows(plan.drops)
+        self._keep_alive: list[Any] = [plan, score_rows, drop_rows]
+        self._step = library.Step(
+            num_appended=plan.append_tokens.size,
+            append_tokens=self._address(plan.append_tokens),
+            append_slots=self._address(plan.append_slots),
+            num_started=plan.started_blocks.size,
+            started_blocks=self._address(plan.started_blocks),
+            started_positions=self._address(plan.started_positions),
+            num_early_rows=early,
+            num_score_rows=score_rows.size,
+            score_rows=self._address(score_rows),
+            num_drop_rows=drop_rows.size,
+            drop_rows=self._address(drop_rows),
+            pinned_tokens=config.pinned_tokens,
+            recent_tokens=config.recent_tokens,
+            score_pool=config.score_pool,
+            by_block=config.granularity == "block",
+        )
+        self._step_address = ctypes.addressof(self._step)
+
+    def after_attention(self, layer: LayerState, query: torch.Tensor) -> None:
+        assert query.stride()[1:] == layer.ring.stride()[1:] and query.dtype == layer.ring.dtype
+        self._call(
+            ctypes.addressof(self._kernels.layer(layer)),
+            self._step_address,
+            query.data_ptr(),
+            query.stride(0) * query.element_size(),
+        )
+
+    def _address(self, array: npt.NDArray[Any]) -> int:
+        contiguous = np.ascontiguousarray(array)
+        self._keep_alive.append(contiguous)
+        return int(contiguous.ctypes.data)
+
+
+def _layer(state: LayerState) -> library.Layer:
+    cache, ring = state.cache, state.ring
+    num_kv_heads, head_size, block_size = cache.keys.shape[1:]
+    bytes_of = cache.keys.element_size()
+    # What the structure leaves out has to be as the CPU layout says (vllm_h2o.layout).
+    assert _has_strides(cache.keys, 2 * head_size * block_size, block_size, 1)
+    assert _has_strides(cache.values, 2 * head_size * block_size, head_size, 1)
+    assert _has_strides(cache.scores, block_size, 1)
+    assert ring.is_contiguous() and ring.dtype == cache.keys.dtype and ring.shape[2] == head_size
+    sinks = state.shape.sinks
+    assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
+    positions = 0 if cache.positions is None else cache.positions.data_ptr() - cache.keys.data_ptr()
+    return library.Layer(
+        cache=cache.keys.data_ptr(),
+        block_bytes=cache.keys.stride(0) * bytes_of,
+        scores_offset_bytes=cache.scores.data_ptr() - cache.keys.data_ptr(),
+        positions_offset_bytes=positions,
+        dtype=library.DTYPES[cache.keys.dtype],
+        num_kv_heads=num_kv_heads,
+        group=ring.shape[1] // num_kv_heads,
+        head_size=head_size,
+        block_size=block_size,
+        ring=ring.data_ptr(),
+        sinks=None if sinks is None else sinks.data_ptr(),
+        scale=state.shape.scale,
+        softcap=state.shape.softcap,
+    )
+
+
+def _has_strides(view: torch.Tensor, *expected: int) -> bool:
+    """Whether the dimensions behind the first have these strides; one of size 1 may have any."""
+    dims = zip(view.stride()[1:], expected, view.shape[1:], strict=True)
+    return all(stride == wanted or size == 1 for stride, wanted, size in dims)
+
+
+def _row_addresses(table: BlockTable) -> npt.NDArray[np.uintp]:
+    assert table.dtype == np.int32 and (table.shape[1] <= 1 or table.strides[1] == 4)
+    addresses = table.ctypes.data + np.arange(table.shape[0]) * table.strides[0]
+    return addresses.astype(np.uintp)
+
+
+def _score_rows(rows: ScoreRows) -> npt.NDArray[Any]:
+    packed = np.empty(rows.num_live.size, dtype=library.SCORE_ROW)
+    packed["from_ring"] = rows.from_ring
+    packed["first_query"] = rows.first_query
+    packed["num_queries"] = rows.num_queries
+    packed["num_live"] = rows.num_live
+    packed["blocks"] = _row_addresses(rows.live_table)
+    assert rows.weights.dtype == np.float32 and rows.weights.flags.c_contiguous
+    packed["weights"] = rows.weights.ctypes.data + 4 * (rows.weights.size - rows.num_queries)
+    packed["decay"] = rows.decay
+    return packed
+
+
+def _drop_rows(rows: DropRows | None) -> npt.NDArray[Any]:
+    packed = np.empty(0 if rows is None else rows.num_live.size, dtype=library.DROP_ROW)
+    if rows is not None:
+        packed["num_live"] = rows.num_live
+        packed["num_dropped"] = rows.num_dropped
+        packed["blocks"] = _row_addresses(rows.live_table)
+    return packed

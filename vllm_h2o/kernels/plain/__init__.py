@@ -1,0 +1,1 @@
+"""Tensor operations of torch, in float32."""
