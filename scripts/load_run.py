@@ -72,15 +72,35 @@ def _bench(port: int, model: Path, load: Flags) -> dict[str, Any]:
             *("--result-dir", folder, "--result-filename", "result.json"),
             *arguments(load),
         ]
-        # Its progress bar is on stderr, which is the terminal's; its table repeats what the file has.
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=_environment())
+        # What it says besides its progress bar is in the file as well, or of no interest unless it fails.
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_environment()
+        )
+        said = _show_progress(process)
         result = Path(folder) / "result.json"
-        if done.returncode or not result.exists():
-            raise ServerError(f"{' '.join(command)} failed ({done.returncode}).\n{done.stdout[-2000:]}")
+        if process.returncode or not result.exists():
+            raise ServerError(f"{' '.join(command)} failed ({process.returncode}).\n{said[-2000:]}")
         figures = json.loads(result.read_text(encoding="utf-8"))
     if figures["completed"] != load["num-prompts"]:
         raise ServerError(f"only {figures['completed']} of {load['num-prompts']} requests were answered")
     return {name: figures[name] for name in _BENCH_FIGURES if figures.get(name) is not None}
+
+
+def _show_progress(process: subprocess.Popen[str]) -> str:
+    """Show a child's progress bar until it ends, and return all that it printed."""
+    said = []
+    with process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:  # ends at a carriage return, too
+                said.append(line)
+                if "%|" in line:
+                    print(f"\r  {line.rstrip()}", end="", flush=True)
+        except BaseException:
+            process.terminate()
+            raise
+    print(flush=True)
+    return "".join(said)
 
 
 def _environment() -> dict[str, str]:

@@ -17,6 +17,8 @@ _SERVER_DEFAULTS: Flags = {
     "block-size": 32,
     "enforce-eager": True,
     "no-enable-prefix-caching": True,
+    # Without it vLLM wants nearly all memory of the machine, whatever the number of blocks.
+    "kv-cache-memory-bytes": 2 * 1024**3,
     "seed": 0,
 }
 

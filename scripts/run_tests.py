@@ -32,8 +32,11 @@ def _run(*command: str) -> int:
 
 def main(pytest_arguments: list[str]) -> int:
     """Run every step, or with arguments only pytest, and return the exit status."""
+    if pytest_arguments in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
     try:
-        ensure_environment({"model", "test"})
+        ensure_environment({"model", "test", "bench"})
     except SetupError as error:
         print(f"\nerror: {error}", file=sys.stderr)
         return 1

@@ -184,7 +184,7 @@ class StepPlanner:
             scores += [self._pending_before(chunk_rows), self._chunks(chunk_rows)]
         append_tokens = append_slots = _nothing()
         if not is_chunk.all():
-            decode_rows = batch.select(~is_chunk)
+            decode_rows = batch.select(~is_chunk) if is_chunk.any() else batch
             offsets = decode_rows.computed % bs
             slots, first = self.ring.append(_tails(decode_rows, bs), offsets)
             append_tokens, append_slots = decode_rows.first_token, slots * bs + offsets

@@ -12,7 +12,8 @@ from typing import Any
 from vllm_h2o import policies
 from vllm_h2o.config import CONFIG_KEY, GRANULARITIES, KVPolicySettings, flag_of
 
-GROUP = "KV cache policy (vllm-h2o)"
+GROUP = "KVPolicy"
+"""One word, as vLLM's own groups have: ``vllm serve --help=KVPolicy`` shows it alone."""
 
 _HELP = {
     "name": f"Bound the KV cache of every request with this policy: {', '.join(policies.names())}.",
@@ -31,7 +32,10 @@ _HELP = {
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags under a heading of their own. Values are checked later, with the other source."""
-    group = parser.add_argument_group(GROUP, "Evicts KV cache blocks by attention scores.")
+    group = parser.add_argument_group(
+        GROUP,
+        "vllm-h2o: bounds the KV cache of every request by forgetting the tokens that attention used least.",
+    )
     for field, text in _HELP.items():
         group.add_argument(flag_of(field), dest=_dest(field), default=argparse.SUPPRESS, help=text)
 

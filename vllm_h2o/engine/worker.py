@@ -1,7 +1,7 @@
 """CPU worker: switches the policy on in its process, sizes memory for it, checks the loaded model."""
 
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 # Not in compat: importing vLLM's worker starts its CPU runtime, which only a worker process may do.
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -17,6 +17,7 @@ from vllm_h2o.errors import ConfigError
 from vllm_h2o.kernels import create as create_kernels
 from vllm_h2o.kernels.base import Kernels
 from vllm_h2o.layout import side_bytes_per_block
+from vllm_h2o.query_ring import num_ring_slots
 
 logger = init_logger("vllm.h2o.worker")
 
@@ -55,14 +56,23 @@ class H2OCPUWorker(CPUWorker):
             return available
         rings = ring_bytes(self.vllm_config, self.kv_policy, list(evicted))
         self._log_policy(evicted, rings)
-        beside = rings + scratch_bytes(self.vllm_config, self.kernels, list(evicted))
-        if beside >= available:
-            raise ConfigError(
-                "--max-num-seqs", self.vllm_config.scheduler_config.max_num_seqs,
-                f"kept queries and scoring need {beside} bytes beside the KV cache, which has {available}",
-                "Lower it, or give the KV cache more memory",
-            )  # fmt: skip
-        return available - beside
+        scratch = scratch_bytes(self.vllm_config, self.kernels, list(evicted))
+        if rings + scratch >= available:
+            self._refuse_memory(rings, scratch, available)
+        return available - rings - scratch
+
+    def _refuse_memory(self, rings: int, scratch: int, available: int) -> NoReturn:
+        max_num_seqs = self.vllm_config.scheduler_config.max_num_seqs
+        # With half of the memory, so that the other half is left for the cache itself.
+        slots = (available // 2 - scratch) * num_ring_slots(max_num_seqs) // rings
+        fitting = slots - num_ring_slots(0)
+        raise ConfigError(
+            "--max-num-seqs", max_num_seqs,
+            f"kept queries need {rings / 2**20:.0f} MiB and scoring {scratch / 2**20:.0f} MiB of the KV "
+            f"cache's memory, which is {available / 2**20:.0f} MiB",
+            (f"Give at most {fitting}, or" if fitting > 0 else "Give")
+            + " the KV cache more memory (--kv-cache-memory-bytes)",
+        )  # fmt: skip
 
     def _log_policy(self, evicting_layers: dict[str, H2OSpec], rings: int) -> None:
         policy = self.kv_policy

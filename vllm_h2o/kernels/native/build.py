@@ -17,7 +17,8 @@ from pathlib import Path
 logger = logging.getLogger("vllm.h2o.kernels")
 
 SOURCES = Path(__file__).parent
-_COMPILE_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp")
+# The last one: two builds in one process must not share their static buffers.
+_COMPILE_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-gnu-unique")
 _LINK_FLAGS = ("-shared",)  # no -fopenmp: it would load a second OpenMP runtime, with threads of its own
 _TIMEOUT_S = 300
 

@@ -86,9 +86,11 @@ class NativeStep(PreparedStep):
         )
 
     def _address(self, array: npt.NDArray[Any]) -> int:
+        if not array.size:
+            return 0
         contiguous = np.ascontiguousarray(array)
         self._keep_alive.append(contiguous)
-        return int(contiguous.ctypes.data)
+        return contiguous.ctypes.data
 
 
 def _layer(state: LayerState) -> library.Layer:
