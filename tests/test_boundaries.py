@@ -98,7 +98,7 @@ def test_plugin_imports_vllm_only_inside_functions() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["retention.py", "config.py", "errors.py", "query_ring.py", "policies/h2o.py"]
+    "module", ["retention.py", "config.py", "settings.py", "errors.py", "query_ring.py", "policies/h2o.py"]
 )
 def test_arithmetic_needs_neither_torch_nor_vllm(module: str) -> None:
     for name in imports(parse(module), module):

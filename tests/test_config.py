@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_h2o import policies
-from vllm_h2o.config import CONFIG_KEY, KernelChoice, KVPolicyConfig, KVPolicySettings, flag_of
+from vllm_h2o.config import CONFIG_KEY, KernelChoice, KVPolicyConfig
 from vllm_h2o.errors import ConfigError, H2OError
 from vllm_h2o.policies.h2o import H2OPolicy
+from vllm_h2o.settings import KVPolicySettings, flag_of
 
 MODEL_LEN, BLOCK, IN_FLIGHT = 2048, 32, 512
 
@@ -227,13 +228,15 @@ def test_granularity_unknown(value: str) -> None:
 @pytest.mark.parametrize(
     ("written", "limit", "fix"),
     [
-        ({"budget": 0}, "a whole number of at least 1", "Change it"),
+        ({"budget": 0}, "a whole number of at least 1", "Give 1 or more"),
         ({"budget": -0.1}, "a fraction must lie in (0, 1]", "a whole number of tokens"),
-        ({"budget": "many"}, "not a finite number", "Give a number"),
+        ({"budget": "many"}, "not a finite number", "Give a plain number"),
         ({"recent": 1.01}, "a fraction must lie in (0, 1]", "a whole number of tokens"),
-        ({"pin_tokens": -1}, "a whole number of at least 0", "Change it"),
+        ({"pin_tokens": -1}, "a whole number of at least 0", "Give 0 or more"),
         ({"score_half_life": -2}, "a positive number", "Leave it out for the paper's plain sum"),
         ({"score_pool": 4}, "it must be odd", "Use 3 or 5"),
+        ({"score_pool": 2**53 + 2}, "it must be odd", f"Use {2**53 + 1} or {2**53 + 3}"),
+        ({"score_pool": 513}, "wider than the budget of 512 tokens", "such as 15"),
     ],
 )
 def test_messages_say_value_limit_and_fix(written: dict[str, Any], limit: str, fix: str) -> None:
@@ -380,6 +383,26 @@ def test_settings_are_a_name_or_a_mapping() -> None:
     for wrong in (False, 512, ["h2o"]):
         with pytest.raises(ConfigError, match=r"must be a name or a mapping\. Write \{kv_policy: "):
             read({CONFIG_KEY: wrong})
+
+
+@pytest.mark.parametrize("written", [{}, {"name": None, "budget": None}])
+def test_a_policy_without_a_name_is_refused(written: dict[str, Any]) -> None:
+    """It would serve without a policy and not say so."""
+    KVPolicySettings.require_name({CONFIG_KEY: None, "other": 1})
+    KVPolicySettings.require_name(None)
+    with pytest.raises(ConfigError, match=r"it names no policy\. Add name: h2o"):
+        KVPolicySettings.require_name({CONFIG_KEY: written})
+
+
+@pytest.mark.parametrize("key", ["kv-policy", "KV_POLICY", "kvpolicy", " kv_policy", "kv_policies"])
+def test_near_misses_of_the_key_are_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=r"there is no such key\. Write it kv_policy"):
+        KVPolicySettings.from_additional_config({key: {"name": "h2o"}})
+
+
+def test_a_default_budget_is_not_taken_for_the_users() -> None:
+    with pytest.raises(ConfigError, match=r"the default, 0\.2 of --max-model-len 33"):
+        resolve(max_model_len=33)
 
 
 @pytest.mark.parametrize("key", ["budgets", "budget_tokens", "block_size", "", 7])

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_h2o import policies
-from vllm_h2o.config import KVPolicyConfig, KVPolicySettings
+from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.policies.base import Policy
+from vllm_h2o.settings import KVPolicySettings
 
 HALF_LIVES = [None, 0.5, 32.0, 1e5]
 

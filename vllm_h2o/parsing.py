@@ -12,16 +12,23 @@ def number(setting: str, value: object) -> float:
     except ValueError:
         parsed = math.nan
     if not math.isfinite(parsed):
-        raise ConfigError(setting, value, "it is not a finite number", "Give a number")
+        raise ConfigError(setting, value, "it is not a finite number", "Give a plain number")
     return parsed
 
 
 def whole_number(setting: str, value: object, minimum: int) -> int:
     """A whole number of at least ``minimum``, or a ConfigError that names ``setting``."""
-    parsed = number(setting, value)
-    if parsed != int(parsed) or parsed < minimum:
-        raise ConfigError(setting, value, f"it must be a whole number of at least {minimum}", "Change it")
-    return int(parsed)
+    number(setting, value)
+    try:
+        parsed = int(str(value))  # exact, however large
+    except ValueError:
+        parsed = int(float(str(value)))
+        if parsed != float(str(value)):
+            parsed = minimum - 1
+    if parsed < minimum:
+        limit = f"it must be a whole number of at least {minimum}"
+        raise ConfigError(setting, value, limit, f"Give {minimum} or more")
+    return parsed
 
 
 def num_tokens(setting: str, value: int | float | str, whole: int, minimum: int = 1) -> int:

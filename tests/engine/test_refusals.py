@@ -17,7 +17,7 @@ from tests.engines import MODEL, engine
 from tests.tiny_models import CONFIGS, save
 from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.engine import install
-from vllm_h2o.errors import RefusedError
+from vllm_h2o.errors import ConfigError, RefusedError
 
 POLICY = {"kv_policy": {"name": "h2o", "budget": 256}}
 TINY = {"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -54,8 +54,10 @@ def config_only(directory: Path, config: transformers.PretrainedConfig, architec
             "ExampleConnector",
             "--kv-transfer-config",
         ),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2", "--tensor-parallel-size"),
+        ({"block_size": 48}, "--block-size 48", "Use 64"),
     ],
-    ids=["speculative", "quantised-kv", "worker", "offloading", "connector"],
+    ids=["speculative", "quantised-kv", "worker", "offloading", "connector", "pipeline", "block-size"],
 )
 def test_engine_features(options: dict[str, Any], found: str, fix: str) -> None:
     with pytest.raises(RefusedError) as error:
@@ -83,6 +85,21 @@ def test_a_bad_setting_is_listed_with_them(monkeypatch: pytest.MonkeyPatch) -> N
         configure(MODEL, kv_cache_dtype="fp8")
     assert len(error.value.refusals) == 2
     assert "at least 128" in str(error.value)
+
+
+@pytest.mark.parametrize("blocks", [2, 17])
+def test_a_pool_too_small_for_one_request(blocks: int) -> None:
+    """vLLM's own message advises on context and memory, which is not what counts here."""
+    with pytest.raises(ConfigError) as error:
+        configure(MODEL, num_gpu_blocks_override=blocks, max_num_batched_tokens=256)
+    message = str(error.value)
+    assert message.startswith(f"--num-gpu-blocks-override={blocks}: one request needs up to 17 blocks of 32")
+    assert "--kv-budget 256 and --max-num-batched-tokens" in message
+    assert message.endswith("Give at least 18, or lower those")
+
+
+def test_the_smallest_pool_is_accepted() -> None:
+    configure(MODEL, num_gpu_blocks_override=18, max_num_batched_tokens=256)
 
 
 def test_plain_model_is_accepted() -> None:

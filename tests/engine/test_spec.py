@@ -9,9 +9,9 @@ import torch
 from vllm.v1.core.kv_cache_utils import is_kv_cache_spec_uniform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-from vllm_h2o.config import KVPolicySettings
 from vllm_h2o.engine.spec import H2OSpec, evicting
 from vllm_h2o.layout import side_bytes_per_block
+from vllm_h2o.settings import KVPolicySettings
 
 POLICY, _ = KVPolicySettings(name="h2o", budget=256, score_pool=3).resolve(
     max_model_len=2048, block_size=32, max_in_flight_tokens=256

@@ -6,11 +6,14 @@ process. ``--config file.yaml`` works because vLLM turns the file into flags.
 """
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from vllm_h2o import policies
-from vllm_h2o.config import CONFIG_KEY, GRANULARITIES, KVPolicySettings, flag_of
+from vllm_h2o.config import CONFIG_KEY, GRANULARITIES
+from vllm_h2o.errors import ConfigError
+from vllm_h2o.settings import KVPolicySettings, flag_of
 
 GROUP = "KVPolicy"
 """One word, as vLLM's own groups have: ``vllm serve --help=KVPolicy`` shows it alone."""
@@ -55,6 +58,10 @@ def with_flags(additional_config: Any, args: argparse.Namespace) -> Any:
     settings = KVPolicySettings.merge(settings_from_args(args), written)
     if settings == KVPolicySettings():
         return additional_config
+    if not isinstance(additional_config, Mapping | None):
+        raise ConfigError(
+            "--additional-config", additional_config, "it must be a mapping", "Write it as {key: value}"
+        )
     given = {f.name: getattr(settings, f.name) for f in fields(settings)}
     return {
         **(additional_config or {}),

@@ -9,16 +9,14 @@ import argparse
 import functools
 from typing import Any
 
-from vllm_h2o.config import CONFIG_KEY, KVPolicyConfig, KVPolicySettings
+from vllm_h2o.config import CONFIG_KEY, KVPolicyConfig
 from vllm_h2o.engine import backend, cli
 from vllm_h2o.engine.compat import EngineArgs, VllmConfig, current_platform, init_logger
-from vllm_h2o.engine.refusals import refuse_engine
+from vllm_h2o.engine.refusals import CPU_BLOCK_MULTIPLE, refuse_engine, refuse_small_pool
 from vllm_h2o.errors import ConfigError
+from vllm_h2o.settings import KVPolicySettings
 
 logger = init_logger("vllm.h2o")
-
-DEFAULT_CPU_BLOCK_SIZE = 32
-"""vLLM's CPU default of 128 would make budgets coarse; 32 is the smallest its fast kernels take."""
 
 WORKER = "vllm_h2o.engine.worker.H2OCPUWorker"
 _MARK = "__vllm_h2o__"
@@ -59,11 +57,13 @@ def _wrap_create_engine_config(original: Any) -> Any:
         written = KVPolicySettings.from_additional_config(self.additional_config)
         settings = KVPolicySettings.merge(KVPolicySettings(), written)
         if settings.name is None:
+            KVPolicySettings.require_name(self.additional_config)
             backend.deactivate()
             return original(self, *args, **kwargs)
         given = self.block_size
         if given is None and current_platform.is_cpu():
-            self.block_size = DEFAULT_CPU_BLOCK_SIZE
+            # vLLM's own default there, 128, would make budgets coarse.
+            self.block_size = CPU_BLOCK_MULTIPLE
         try:
             vllm_config = original(self, *args, **kwargs)
         finally:
@@ -91,6 +91,7 @@ def apply_policy(vllm_config: VllmConfig, settings: KVPolicySettings) -> VllmCon
         refuse_engine(vllm_config, str(settings.name), error)
         raise
     refuse_engine(vllm_config, policy.name, None)
+    refuse_small_pool(vllm_config, policy)
     for note in notes:
         logger.warning("KV policy: %s.", note)
     _set_policy(vllm_config, policy)

@@ -19,6 +19,9 @@ from vllm_h2o.engine.compat import (
 )
 from vllm_h2o.errors import ConfigError, Refusal, RefusedError
 
+CPU_BLOCK_MULTIPLE = 32
+"""Tokens: vLLM's CPU kernels read blocks of a multiple of this."""
+
 _PLAIN = "Serve this model without --kv-policy."
 
 
@@ -47,6 +50,38 @@ def refuse_model(vllm_config: VllmConfig, policy: KVPolicyConfig) -> None:
         raise RefusedError(policy.name, list(refusals.values()))
 
 
+def refuse_small_pool(vllm_config: VllmConfig, policy: KVPolicyConfig) -> None:
+    """Raise a ConfigError if a pool of a given number of blocks can't hold one request.
+
+    vLLM finds that out as well, but its advice (less context, more memory) misses what counts here.
+    """
+    given = vllm_config.cache_config.num_gpu_blocks_override
+    needed = policy.max_blocks_per_request + 1  # one is vLLM's placeholder
+    if policy.evicts and given is not None and given < needed:
+        raise ConfigError(
+            "--num-gpu-blocks-override",
+            given,
+            _room_for_one(policy),
+            f"Give at least {needed}, or lower those",
+        )
+
+
+def refuse_small_memory(vllm_config: VllmConfig, policy: KVPolicyConfig, needed: int, available: int) -> None:
+    """As ``refuse_small_pool``, for a pool given in bytes: what one request needs, and what there is."""
+    if vllm_config.cache_config.num_gpu_blocks_override is None and policy.evicts and available < needed:
+        raise ConfigError(
+            "--kv-cache-memory-bytes", available, f"{_room_for_one(policy)}, {needed} bytes",
+            f"Give {needed - available} bytes more, or lower those",
+        )  # fmt: skip
+
+
+def _room_for_one(policy: KVPolicyConfig) -> str:
+    return (
+        f"one request needs up to {policy.max_blocks_per_request} blocks of {policy.block_size} tokens "
+        f"while its prompt is computed (--kv-budget {policy.budget_tokens} and --max-num-batched-tokens)"
+    )
+
+
 def _platform(vllm_config: VllmConfig) -> Iterator[Refusal]:
     if not current_platform.is_cpu():
         yield Refusal(
@@ -61,6 +96,20 @@ def _platform(vllm_config: VllmConfig) -> Iterator[Refusal]:
             "the KV cache layout of this CPU is not supported",
             architecture.name,
             "Use an x86-64 machine.",
+        )
+    block_size = vllm_config.cache_config.block_size
+    if block_size % CPU_BLOCK_MULTIPLE:
+        yield Refusal(
+            f"vLLM's CPU kernels need blocks of a multiple of {CPU_BLOCK_MULTIPLE} tokens",
+            f"--block-size {block_size}",
+            f"Use {-(-block_size // CPU_BLOCK_MULTIPLE) * CPU_BLOCK_MULTIPLE}, or leave it out.",
+        )
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages > 1:
+        yield Refusal(
+            "pipeline parallelism on CPU (vLLM 0.32 itself fails at it)",
+            f"--pipeline-parallel-size {stages}",
+            "Use --tensor-parallel-size.",
         )
     worker_cls = vllm_config.parallel_config.worker_cls
     if worker_cls != CPU_WORKER:

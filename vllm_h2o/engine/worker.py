@@ -11,7 +11,7 @@ from vllm_h2o.engine import backend
 from vllm_h2o.engine.builder import H2OCPUMetadataBuilder
 from vllm_h2o.engine.compat import WORKER_SEAMS, KVCacheSpec, check_seams, init_logger
 from vllm_h2o.engine.memory import ring_bytes, scratch_bytes
-from vllm_h2o.engine.refusals import refuse_model
+from vllm_h2o.engine.refusals import refuse_model, refuse_small_memory
 from vllm_h2o.engine.spec import H2OSpec, evicting
 from vllm_h2o.errors import ConfigError
 from vllm_h2o.kernels import create as create_kernels
@@ -59,7 +59,11 @@ class H2OCPUWorker(CPUWorker):
         scratch = scratch_bytes(self.vllm_config, self.kernels, list(evicted))
         if rings + scratch >= available:
             self._refuse_memory(rings, scratch, available)
-        return available - rings - scratch
+        left = available - rings - scratch
+        specs = self.get_kv_cache_spec().values()
+        needed = sum(spec.max_memory_usage_bytes(self.vllm_config) for spec in specs)
+        refuse_small_memory(self.vllm_config, self.kv_policy, needed, left)
+        return left
 
     def _refuse_memory(self, rings: int, scratch: int, available: int) -> NoReturn:
         max_num_seqs = self.vllm_config.scheduler_config.max_num_seqs
