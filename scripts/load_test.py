@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import signal
 import sys
 from datetime import date
@@ -26,6 +25,7 @@ from types import FrameType
 from typing import Any
 
 import fetch_model
+import machine
 from model_store import StoreError
 from server_process import ServerError
 from setup_env import ensure_environment
@@ -69,20 +69,13 @@ def _write(
         "description": description,
         "complete": complete,
         "date": date.today().isoformat(),
-        "machine": f"{platform.machine()}, {_cpu_model()}, {os.cpu_count()} CPUs",
+        "machine": machine.describe(),
         "versions": {name: version(name) for name in ("vllm", "torch", "vllm-h2o")},
         "rounds_wanted": rounds,
         **found,
         "rounds": done,
     }
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def _cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 def _exit_on_sigterm(signum: int, frame: FrameType | None) -> None:
