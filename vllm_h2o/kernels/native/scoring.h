@@ -11,6 +11,7 @@
 #include <limits>
 #include <vector>
 
+#include "buffer.h"
 #include "layer.h"
 #include "products.h"
 #include "vectors.h"
@@ -19,7 +20,7 @@ namespace h2o {
 
 constexpr int kTileRows = 2 * kRows;  // query rows that use a panel of K while it is in the L1 cache
 constexpr int64_t kMinSegment = 16;   // queries
-constexpr int64_t kMaxSegments = 16;
+constexpr int64_t kMaxSegments = 8;
 constexpr int64_t kMaxSums = int64_t(4) << 20;  // floats of partial sums, but for a single longer row
 
 inline int64_t segment_queries(int64_t num_queries) {
@@ -44,9 +45,9 @@ class SegmentScorer {
              int64_t end, float* sums) {
     const int64_t num_slots = seen_by(row, end - 1), width = whole_panels(num_slots);
     const int64_t dims = Product::dims(layer.head_size), group = layer.group;
-    reserve(keys_, width * dims);
-    reserve(queries_, kTileRows * dims);
-    reserve(logits_, kTileRows * width);
+    keys_.reserve(width * dims);
+    queries_.reserve(kTileRows * dims);
+    logits_.reserve(kTileRows * width);
     pack_keys(layer, row, head, num_slots);
     std::fill(sums, sums + width, 0.0f);
     // Row i of a head's query rows is its query head i % group of query i / group.
@@ -73,11 +74,6 @@ class SegmentScorer {
   }
 
  private:
-  template <typename V>
-  static void reserve(std::vector<V>& buffer, int64_t size) {
-    if (int64_t(buffer.size()) < size) buffer.resize(size);
-  }
-
   void pack_keys(const Layer& layer, const ScoreRow& row, int64_t head, int64_t num_slots) {
     const int64_t bs = layer.block_size, dims = Product::dims(layer.head_size);
     for (int64_t slot = 0; slot < num_slots;) {
@@ -135,8 +131,8 @@ class SegmentScorer {
     return sum_lanes(total) + (layer.sinks ? std::exp2(sink - top) : 0.0f);
   }
 
-  std::vector<Element> keys_, queries_;
-  std::vector<float> logits_;
+  Buffer<Element> keys_, queries_;
+  Buffer<float> logits_;
 };
 
 // Scores rows in groups whose partial sums fit kMaxSums.
@@ -184,7 +180,7 @@ class RowScorer {
   }
 
   void run(const Layer& layer, const Step& step, const Queries& batch) {
-    if (int64_t(sums_.size()) < num_sums_) sums_.resize(num_sums_);
+    sums_.reserve(num_sums_);
     const int64_t num_heads = heads_.size(), num_pieces = pieces_.size();
 #pragma omp parallel
     {
@@ -220,7 +216,7 @@ class RowScorer {
 
   std::vector<Head> heads_;
   std::vector<Piece> pieces_;
-  std::vector<float> sums_;
+  Buffer<float> sums_;
   int64_t num_sums_ = 0;
 };
 

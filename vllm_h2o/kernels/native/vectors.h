@@ -5,6 +5,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 namespace h2o {
 
 constexpr int kLanes = 16;
@@ -22,7 +26,14 @@ inline void store(float* to, Floats v) { std::memcpy(to, &v, sizeof v); }
 
 inline Floats splat(float x) { return x - Floats{}; }
 
-inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
+// b where either is NaN.
+inline Floats max(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_max_ps((__m512)a, (__m512)b);  // which the compiler doesn't find by itself
+#else
+  return a > b ? a : b;
+#endif
+}
 
 inline float max_lane(Floats v) {
   float most = v[0];
@@ -40,7 +51,7 @@ inline float sum_lanes(Floats v) {
 // Minimax polynomial of degree 5 on [-0.5, 0.5].
 inline Floats exp2(Floats x) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  x = x < splat(-126.0f) ? splat(-126.0f) : x;
+  x = max(splat(-126.0f), x);
   const Floats rounded = x + kRound;
   const Floats f = x - (rounded - kRound);
   Floats p = splat(0.0013276471985f);
