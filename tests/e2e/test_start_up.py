@@ -61,15 +61,15 @@ def test_the_command_says_so_and_fails() -> None:
         (["--kv-policy", ""], "--kv-policy='': there is no such policy. Known: h2o"),
         (
             ["--kv-policy", "h2o", "--kv-budget", "0"],
-            "--kv-budget='0': it must be a whole number of at least 1. Change it",
+            "--kv-budget='0': it must be a whole number of at least 1. Give 1 or more",
         ),
         (
             ["--kv-policy", "h2o", "--kv-budget", "-1"],
-            "--kv-budget='-1': it must be a whole number of at least 1. Change it",
+            "--kv-budget='-1': it must be a whole number of at least 1. Give 1 or more",
         ),
         (
             ["--kv-policy", "h2o", "--kv-budget", "abc"],
-            "--kv-budget='abc': it is not a finite number. Give a number",
+            "--kv-budget='abc': it is not a finite number. Give a plain number",
         ),
         (
             ["--kv-policy", "h2o", "--kv-budget", "1.5"],
