@@ -7,6 +7,7 @@ Both take the same ``StepPlan`` (``vllm_h2o.step_plan``) and change a layer's ca
 """
 
 import logging
+from functools import cache
 
 from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.errors import ConfigError
@@ -33,9 +34,15 @@ def create(config: KVPolicyConfig) -> Kernels:
             raise ConfigError(
                 "kernels", config.kernels, str(error), "Install a C++ compiler (g++), or use torch"
             ) from error
-        logger.warning(
-            "KV policy: scores are computed by torch, several times slower than by the native kernels, "
-            "because those can't be built here: %s. Install a C++ compiler (g++) and start again.",
-            error,
-        )
+        _say_slow(str(error))
         return PlainKernels(config)
+
+
+@cache
+def _say_slow(reason: str) -> None:
+    """Once per process, however many ask for kernels."""
+    logger.warning(
+        "KV policy: scores are computed by torch, several times slower than by the native kernels, because "
+        "those can't be built here: %s. Install a C++ compiler (g++) and start again.",
+        reason,
+    )
