@@ -17,6 +17,7 @@ from tests.engines import MODEL, engine
 from tests.tiny_models import CONFIGS, save
 from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.engine import install
+from vllm_h2o.engine.refusals import refuse_small_memory
 from vllm_h2o.errors import ConfigError, RefusedError
 
 POLICY = {"kv_policy": {"name": "h2o", "budget": 256}}
@@ -100,6 +101,21 @@ def test_a_pool_too_small_for_one_request(blocks: int) -> None:
 
 def test_the_smallest_pool_is_accepted() -> None:
     configure(MODEL, num_gpu_blocks_override=18, max_num_batched_tokens=256)
+
+
+def test_memory_too_small_for_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory given, what one request needs, what is left of it, and how much is missing."""
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)  # would win over the argument
+    arguments = EngineArgs(MODEL, additional_config=POLICY, max_model_len=1024, kv_cache_memory_bytes=900)
+    vllm_config = arguments.create_engine_config()
+    policy = KVPolicyConfig.from_additional_config(vllm_config.additional_config)
+    assert policy is not None
+    refuse_small_memory(vllm_config, policy, needed=700, available=700)
+    with pytest.raises(ConfigError) as error:
+        refuse_small_memory(vllm_config, policy, needed=701, available=600)
+    message = str(error.value)
+    assert message.startswith("--kv-cache-memory-bytes=900: one request needs up to ")
+    assert "701 bytes; beside kept queries and scoring 600 are left. Give 101 bytes more" in message
 
 
 def test_plain_model_is_accepted() -> None:

@@ -70,7 +70,8 @@ def refuse_small_memory(vllm_config: VllmConfig, policy: KVPolicyConfig, needed:
     """As ``refuse_small_pool``, for a pool given in bytes: what one request needs, and what there is."""
     if vllm_config.cache_config.num_gpu_blocks_override is None and policy.evicts and available < needed:
         raise ConfigError(
-            "--kv-cache-memory-bytes", available, f"{_room_for_one(policy)}, {needed} bytes",
+            "--kv-cache-memory-bytes", vllm_config.cache_config.kv_cache_memory_bytes,
+            f"{_room_for_one(policy)}, {needed} bytes; beside kept queries and scoring {available} are left",
             f"Give {needed - available} bytes more, or lower those",
         )  # fmt: skip
 
