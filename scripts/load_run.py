@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import tempfile
+import urllib.request
 from pathlib import Path
 from typing import Any
 
+import load_dataset
 import server_metrics
 from load_workload import Flags, Workload, arguments
 from server_process import HOST, Server, ServerError, free_port
@@ -18,7 +20,8 @@ RUNNING, PREEMPTIONS = "vllm:num_requests_running", "vllm:num_preemptions_total"
 
 _START_SECONDS = 300.0
 _SAMPLING_SECONDS = 0.5  # seldom enough not to slow the server down
-_WARM_UP: Flags = {"num-prompts": 2, "random-input-len": 64, "random-output-len": 4}
+_WARM_UP_TOKENS = 4
+_WARM_UP_SECONDS = 60.0
 _BENCH_FIGURES = (
     *("duration", "completed", "total_input_tokens", "total_output_tokens"),
     *("output_throughput", "total_token_throughput", "request_goodput"),
@@ -45,8 +48,7 @@ def run_variant(workload: Workload, variant: str, model: Path, log_path: Path) -
     with Server(command, port=port, log_path=log_path, environment=environment) as server:
         server.wait_until_ready(_START_SECONDS)
         figures = {}
-        first = next(iter(workload.loads.values()))
-        _bench(port, model, {**first, **_WARM_UP, "request-rate": None, "goodput": None})
+        _warm_up(server.url, model)
         for name, load in workload.loads.items():
             print(f"  load {name}", flush=True)
             before = server_metrics.read(server.url, [PREEMPTIONS])[PREEMPTIONS]
@@ -63,6 +65,16 @@ def run_variant(workload: Workload, variant: str, model: Path, log_path: Path) -
         return figures
 
 
+def _warm_up(url: str, model: Path) -> None:
+    """One short answer, so that no load pays for what a server does once."""
+    body = {"model": str(model), "prompt": "Once upon a time", "max_tokens": _WARM_UP_TOKENS}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=_WARM_UP_SECONDS):
+        pass
+
+
 def _bench(port: int, model: Path, load: Flags) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         command = [
@@ -72,6 +84,8 @@ def _bench(port: int, model: Path, load: Flags) -> dict[str, Any]:
             *("--result-dir", folder, "--result-filename", "result.json"),
             *arguments(load),
         ]
+        if load["dataset-name"] == "sharegpt":
+            command += ["--dataset-path", str(load_dataset.write(Path(folder) / "conversations.json"))]
         # What it says besides its progress bar is in the file as well, or of no interest unless it fails.
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_environment()

@@ -3,6 +3,7 @@
 
     python3 scripts/load_test.py --quick                  # a few minutes
     python3 scripts/load_test.py w1-short-pool w4-reasoning --rounds 5
+    python3 scripts/load_test.py w1-short-pool --add      # go on from a run that was cut
     python3 scripts/load_test.py --all
 
 A workload is a file of configs/load. In every round each of its servers is started, gets all loads from
@@ -14,18 +15,13 @@ otherwise idle machine.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import fetch_model
-import machine
 from model_store import StoreError
 from server_process import ServerError
 from setup_env import ensure_environment
@@ -35,47 +31,28 @@ CONFIGS = ROOT / "configs" / "load"
 RESULTS = ROOT / "scripts" / "results" / "load"
 
 
-def run(path: Path, rounds: int, results: Path) -> list[str]:
+def run(path: Path, options: argparse.Namespace) -> list[str]:
     """Run one workload file; returns what is slower than its floors allow."""
     # Not at the top: they need what the environment brings.
     import load_report
+    from load_results import Results
     from load_run import run_variant
     from load_workload import read
 
     workload = read(path)
-    results.mkdir(parents=True, exist_ok=True)
-    done: list[load_report.Round] = []
-    found: dict[str, Any] = {}
-    for number in range(rounds):
-        done.append({})
+    results = Results(workload, options.results, options.rounds)
+    if options.add:
+        results.load()
+    missing = results.missing_rounds()
+    for number in range(missing):
+        results.start_round()
         for variant in workload.variants:
-            print(f"\n{workload.name}: round {number + 1} of {rounds}, server {variant}", flush=True)
+            print(f"\n{workload.name}: round {number + 1} of {missing}, server {variant}", flush=True)
             log_path = ROOT / "logs" / f"load-{workload.name}-{variant}.log"
-            done[-1][variant] = run_variant(workload, variant, fetch_model.DEFAULT_TARGET, log_path)
-            found = load_report.summary(workload, done)
-            finished = number + 1 == rounds and len(done[-1]) == len(workload.variants)
-            _write(results / f"{workload.name}.json", workload.description, finished, rounds, found, done)
-    table = load_report.table(workload, found)
-    (results / f"{workload.name}.md").write_text(table, encoding="utf-8")
-    load_report.plot(workload, found, results / f"{workload.name}.png")
-    print(f"\n{table}", flush=True)
-    return list(load_report.too_slow(workload, found))
-
-
-def _write(
-    path: Path, description: str, complete: bool, rounds: int, found: dict[str, Any], done: list[Any]
-) -> None:
-    content = {
-        "description": description,
-        "complete": complete,
-        "date": date.today().isoformat(),
-        "machine": machine.describe(),
-        "versions": {name: version(name) for name in ("vllm", "torch", "vllm-h2o")},
-        "rounds_wanted": rounds,
-        **found,
-        "rounds": done,
-    }
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            results.add(variant, run_variant(workload, variant, fetch_model.DEFAULT_TARGET, log_path))
+        results.plot()
+    print(f"\n{results.table()}", flush=True)
+    return list(load_report.too_slow(workload, results.found()))
 
 
 def _exit_on_sigterm(signum: int, frame: FrameType | None) -> None:
@@ -92,6 +69,7 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="all of them (hours)")
     parser.add_argument("--quick", action="store_true", help="one round of the workload `quick`")
     parser.add_argument("--rounds", type=int, default=5, help="default: 5")
+    parser.add_argument("--add", action="store_true", help="add the rounds that the results' folder lacks")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for what is found")
     options = parser.parse_args()
     names = ["quick"] if options.quick else known if options.all else options.workloads
@@ -106,8 +84,9 @@ def main() -> int:
         if changed or Path(sys.prefix).resolve() != VENV.resolve():
             os.execv(VENV_PYTHON, [str(VENV_PYTHON), str(Path(__file__).resolve()), *sys.argv[1:]])
         fetch_model.fetch(fetch_model.DEFAULT_TARGET)
-        rounds = 1 if options.quick else options.rounds
-        slow = [line for name in names for line in run(CONFIGS / f"{name}.yaml", rounds, options.results)]
+        if options.quick:
+            options.rounds = 1
+        slow = [line for name in names for line in run(CONFIGS / f"{name}.yaml", options)]
     except (SetupError, StoreError, ServerError, ValueError) as error:
         print(f"\nerror: {error}", file=sys.stderr)
         return 1

@@ -5,14 +5,18 @@ That servers run under load is shown by `scripts/load_test.py --quick`, which `.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import load_dataset
 import load_report
+import load_test
 import load_workload
 import server_metrics
+from load_results import ResultError, Results
 from load_test import CONFIGS
 from load_workload import WorkloadError, arguments
 
@@ -158,3 +162,69 @@ def test_metrics_are_summed_over_their_labels() -> None:
 def test_a_missing_metric_is_named() -> None:
     with pytest.raises(ValueError, match="no vllm:gone"):
         server_metrics.parse(METRICS, ["vllm:gone"])
+
+
+@pytest.fixture
+def results(path: Path, tmp_path: Path) -> Results:
+    return Results(load_workload.read(path), tmp_path / "found", rounds_wanted=2)
+
+
+def measure(results: Results, *variants: str) -> None:
+    results.start_round()
+    for variant in variants:
+        results.add(variant, figures(100))
+
+
+def test_what_was_measured_is_kept_and_marked_as_partial(results: Results, tmp_path: Path) -> None:
+    measure(results, "plain")
+    content = json.loads((tmp_path / "found" / "two.json").read_text(encoding="utf-8"))
+    assert content["complete"] is False
+    assert list(content["rounds"][0]["servers"]) == ["plain"]
+    assert content["rounds"][0]["versions"]["vllm-h2o"]
+    assert "partial: 0 of 2 rounds" in (tmp_path / "found" / "two.md").read_text(encoding="utf-8")
+
+
+def test_rounds_are_added_to_a_run_that_was_cut(path: Path, results: Results, tmp_path: Path) -> None:
+    measure(results, "plain", "h2o")
+    measure(results, "plain")
+    again = Results(load_workload.read(path), tmp_path / "found", rounds_wanted=2)
+    again.load()
+    assert again.missing_rounds() == 1
+    measure(again, "plain", "h2o")
+    assert again.missing_rounds() == 0
+    content = json.loads((tmp_path / "found" / "two.json").read_text(encoding="utf-8"))
+    assert content["complete"] is True
+    assert [len(r["servers"]) for r in content["rounds"]] == [2, 1, 2]
+    assert len(content["ratios"]["short"]["h2o / plain"]["output_throughput_of_rounds"]) == 2
+
+
+def test_nothing_is_added_to_another_workload(path: Path, results: Results, tmp_path: Path) -> None:
+    measure(results, "plain", "h2o")
+    path.write_text(TEXT.replace("1024", "2048"), encoding="utf-8")
+    with pytest.raises(ResultError, match="measured with other servers or loads"):
+        Results(load_workload.read(path), tmp_path / "found", rounds_wanted=2).load()
+
+
+def test_nothing_is_added_to_what_is_no_result(results: Results, tmp_path: Path) -> None:
+    (tmp_path / "found").mkdir()
+    (tmp_path / "found" / "two.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ResultError, match="no result of a load test"):
+        results.load()
+
+
+@pytest.mark.parametrize("path", sorted(load_test.RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_kept_results_are_of_the_workloads_as_they_are(path: Path) -> None:
+    results = Results(load_workload.read(CONFIGS / f"{path.stem}.yaml"), load_test.RESULTS, 5)
+    results.load()
+    assert results.rounds
+
+
+def test_conversations_are_always_the_same(tmp_path: Path) -> None:
+    first = load_dataset.write(tmp_path / "a" / "conversations.json").read_text(encoding="utf-8")
+    assert load_dataset.write(tmp_path / "b.json").read_text(encoding="utf-8") == first
+    prompts = [entry["conversations"][0]["value"] for entry in json.loads(first)]
+    assert len({prompt.split()[0] for prompt in prompts}) == load_dataset.NUM_CONVERSATIONS
+    lengths = sorted(len(prompt.split()) for prompt in prompts)
+    assert 40 < lengths[len(lengths) // 2] < 80
+    assert lengths[0] < 15
+    assert lengths[-1] > 300
