@@ -42,7 +42,8 @@ class Results:
         """Go on from what the file holds, if there is one.
 
         Raises:
-            ResultError: it isn't a result, or one of another workload than this has become.
+            ResultError: it isn't a result, or one of another workload than this has become, or of another
+                machine.
         """
         if not self._json.exists():
             return
@@ -55,6 +56,11 @@ class Results:
             raise ResultError(
                 f"{self._json} was measured with other servers or loads than "
                 f"{self._workload.name}.yaml has now. Leave --add out to measure anew."
+            )
+        if others := {r["machine"] for r in self.rounds} - {machine.describe()}:
+            raise ResultError(
+                f"{self._json} was measured on another machine ({', '.join(others)}) than this one "
+                f"({machine.describe()}). Give another folder with --results, or leave --add out."
             )
 
     def missing_rounds(self) -> int:

@@ -90,7 +90,8 @@ def scored(num_rows: int, queries: int, live: int, *, from_ring: bool) -> StepPl
 
 
 def dropped(num_rows: int, live: int, tokens: int) -> StepPlan:
-    return StepPlan(drops=DropRows(np.full(num_rows, live), np.full(num_rows, tokens), table(num_rows, live)))
+    lives, counts = np.full(num_rows, live), np.full(num_rows, tokens)
+    return StepPlan(drops=DropRows(lives, counts, table(num_rows, live), num_tokens=lives))
 
 
 CASES: dict[str, Callable[[], StepPlan]] = {

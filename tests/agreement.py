@@ -13,7 +13,7 @@ from tests.engines import Completion, complete, greedy, take_traces
 from tests.oracle import Oracle, OracleConfig
 
 
-def oracle_config(policy: dict[str, Any], block_size: int = 32) -> OracleConfig:
+def oracle_config(policy: dict[str, Any], block_size: int = 32, rank: str | None = None) -> OracleConfig:
     """The oracle's words for policy settings; everything the tests vary is given explicitly."""
     return OracleConfig(
         block_size=block_size,
@@ -23,11 +23,18 @@ def oracle_config(policy: dict[str, Any], block_size: int = 32) -> OracleConfig:
         granularity=policy.get("granularity", "token"),
         half_life_tokens=policy.get("score_half_life"),
         pool=policy.get("score_pool", 1),
+        window_tokens=policy.get("score_window"),
+        rank=rank or policy.get("score_rank", "sum"),
     )
 
 
 def assert_engine_agrees(
-    llm: LLM, oracle: Oracle, config: OracleConfig, prompts: Sequence[list[int]], max_tokens: int
+    llm: LLM,
+    oracle: Oracle,
+    config: OracleConfig,
+    prompts: Sequence[list[int]],
+    max_tokens: int,
+    follow_rtol: float = 1e-5,
 ) -> list[Completion]:
     """Run prompts together on a tracing engine; tokens, logprobs and kept positions must be the oracle's.
 
@@ -41,7 +48,7 @@ def assert_engine_agrees(
     assert len(traces) == len(prompts)
     num_choices = num_followed = 0
     for completion, trace in zip(completions, traces, strict=True):
-        result = oracle.run(completion.fed_ids, trace.step_sizes, config, follow=trace.kept)
+        result = oracle.run(completion.fed_ids, trace.step_sizes, config, trace.kept, follow_rtol=follow_rtol)
         logprobs = torch.log_softmax(result.logits[len(completion.prompt_ids) - 1 :], dim=-1)
         chosen = torch.tensor(completion.token_ids)
         assert logprobs.argmax(dim=-1).tolist() == completion.token_ids

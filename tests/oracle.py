@@ -10,6 +10,10 @@ so a difference from the engine is the engine's rounding and never also the orac
 
 Shapes: H = KV heads, G = query heads per KV head, n = new tokens, L = live tokens, D = head size.
 Live tokens are always in position order, which is age order. Higher score = keep.
+
+Other policies are stated beside it, by what a token ranks by and which queries count. Where only a
+flush's last queries count, it matters what a flush is: the tokens of a step of several (a chunk of a
+prompt), or the single steps since then up to the end of a block.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from os import PathLike
 from typing import Any
 
@@ -41,6 +46,8 @@ class OracleConfig:
     granularity: str = "token"  # or "block"
     half_life_tokens: float | None = None
     pool: int = 1
+    window_tokens: int | None = None  # only a flush's last queries count (SnapKV, TOVA)
+    rank: str = "sum"  # or "mean", "value", "keys", "random", "age"
 
     def __post_init__(self) -> None:
         bs, budget = self.block_size, self.budget_tokens
@@ -54,6 +61,9 @@ class OracleConfig:
             raise ValueError(f"unknown granularity, or pool not a positive odd number, in {self}")
         if self.half_life_tokens is not None and not self.half_life_tokens > 0:
             raise ValueError(f"half_life_tokens {self.half_life_tokens} is not positive")
+
+        if self.rank not in ("sum", "mean", "value", "keys", "random", "age"):
+            raise ValueError(f"unknown rank in {self}")
 
     def evicted_blocks(self, computed_tokens: int) -> int:
         """Blocks a request has lost, in total, once `computed_tokens` tokens are computed."""
@@ -135,11 +145,11 @@ class Choice:
 
     @classmethod
     def make(
-        cls, scores: torch.Tensor, positions: torch.Tensor, num_tokens: int, config: OracleConfig
+        cls, ranks: torch.Tensor, positions: torch.Tensor, num_tokens: int, config: OracleConfig
     ) -> Choice:
-        """The algorithm's choice of `num_tokens` victims per head, by float64 scores [H, L]."""
-        assert torch.isfinite(scores).all(), "scores must be finite"
-        bs, (heads, live) = config.block_size, scores.shape
+        """The algorithm's choice of `num_tokens` victims per head, by float64 ranks [H, L]."""
+        assert torch.isfinite(ranks).all(), "ranks must be finite"
+        bs, (heads, live) = config.block_size, ranks.shape
         unit = bs if config.granularity == "block" else 1
         first = config.pinned_blocks * bs
         units = max(0, live - config.recent_tokens - first) // unit
@@ -155,7 +165,7 @@ class Choice:
         # Neighbours are taken among the live tokens that aren't pinned (pinned ones may be shared
         # with other requests, so they have no score of this request); beyond the ends are none.
         reach = config.pool // 2
-        padded = pad(scores[:, first:], (first + reach, reach), value=-torch.inf)
+        padded = pad(ranks[:, first:], (first + reach, reach), value=-torch.inf)
         pooled = padded.unfold(-1, config.pool, 1).amax(dim=-1)  # [H, L]
         ranks = pooled[:, eligible].reshape(heads, units, unit).sum(dim=-1)
         # A stable ascending sort breaks ties by age: the older unit comes, and goes, first.
@@ -224,6 +234,7 @@ class _Sequence:
     follow_rtol: float = 0.0
     computed_tokens: int = 0
     layers: dict[int, _Layer] = field(default_factory=dict)
+    flush_ends: list[int] = field(default_factory=list)  # of this forward, in tokens; for windows only
     called: list[int] = field(default_factory=list)  # layers that attended in this forward
     logits: list[torch.Tensor] = field(default_factory=list)
     kept: list[list[torch.Tensor | None]] = field(default_factory=list)
@@ -261,8 +272,9 @@ class _Sequence:
 
         query = query.reshape(heads, groups, n, dim)  # HF's order: a group's heads are adjacent
         outputs = []
-        for start in range(0, n, _QUERY_TILE):
-            tile = slice(start, start + _QUERY_TILE)
+        for tile, new_flush in self._tiles(n, weights):
+            if new_flush:
+                layer.scores = torch.zeros_like(layer.scores)
             logits = torch.einsum("hgnd,hld->hgnl", query[:, :, tile], layer.keys) * scaling
             if softcap is not None:
                 logits = softcap * torch.tanh(logits / softcap)
@@ -278,6 +290,46 @@ class _Sequence:
         output = torch.cat(outputs, dim=2).reshape(heads * groups, n, -1)
         return output.transpose(0, 1)[None]
 
+    def _tiles(self, n: int, weights: torch.Tensor) -> Iterator[tuple[slice, bool]]:
+        """Cut a forward's queries into tiles; with a window also into flushes, whose older queries get
+        weight 0. The second value says that what was stored is to be forgotten."""
+        window, edges = self.config.window_tokens, [0, n]
+        if window is not None:
+            edges = sorted({0, *(end - self.computed_tokens for end in self.flush_ends), n})
+        for first, stop in pairwise(edges):
+            forget = False
+            if window is not None:
+                # Queries that no flush took yet are not scored at all.
+                flushed = self.computed_tokens + stop in self.flush_ends
+                weights[first : max(first, stop - window) if flushed else stop] = 0
+                forget = flushed and stop - first >= window
+            for start in range(first, stop, _QUERY_TILE):
+                yield slice(start, min(start + _QUERY_TILE, stop)), forget and start == first
+
+    def ranks(self, layer: _Layer, layer_idx: int) -> torch.Tensor:
+        """float64 [H, L]: what the layer's live tokens rank by, before pooling."""
+        config, positions = self.config, layer.positions
+        if config.rank == "age":
+            return positions.double()
+        if config.rank == "random":
+            heads = positions.shape[0]
+            drawn = [
+                [_drawn(p, head + layer_idx * heads) for p in positions[head].tolist()]
+                for head in range(heads)
+            ]
+            return torch.tensor(drawn, dtype=torch.float64)
+        if config.rank == "keys":
+            unit = torch.nn.functional.normalize(layer.keys.double(), dim=2)
+            return 1 - torch.cosine_similarity(unit, unit.mean(dim=1, keepdim=True), dim=2)
+        if config.rank == "value":
+            return layer.scores * layer.values.double().abs().sum(dim=2)
+        if config.rank == "mean":
+            ages = torch.arange(self.computed_tokens, dtype=torch.float64)
+            half_life = config.half_life_tokens
+            weights = torch.ones_like(ages) if half_life is None else 0.5 ** (ages / half_life)
+            return layer.scores / weights.cumsum(0)[self.computed_tokens - 1 - positions]
+        return layer.scores
+
     def evict(self, num_tokens: int) -> None:
         """Drop `num_tokens` tokens from every KV head of every evicted layer."""
         event = len(self.kept)
@@ -290,7 +342,7 @@ class _Sequence:
         self.event_tokens.append(self.computed_tokens)
         for idx in evicted:
             layer = self.layers[idx]
-            choice = Choice.make(layer.scores, layer.positions, num_tokens, self.config)
+            choice = Choice.make(self.ranks(layer, idx), layer.positions, num_tokens, self.config)
             followed = (0, 0)
             if self.follow is not None:
                 followed = choice.settle(self.follow[event][idx], self.follow_rtol, event, idx)
@@ -304,6 +356,14 @@ class _Sequence:
         positions, scores = [x.positions for x in layers], [x.scores for x in layers]
         logits = torch.cat(self.logits)
         return OracleResult(logits, self.kept, self.event_tokens, positions, scores, *self.counts)
+
+
+def _drawn(position: int, stream: int) -> float:
+    """A number in [0, 1) from a 32-bit hash."""
+    x = (position * 0x9E3779B1 + stream * 0x85EBCA77) % 2**32
+    for factor in (0x7FEB352D, 0x846CA68B):
+        x = ((x ^ (x >> 16)) * factor) % 2**32
+    return ((x ^ (x >> 16)) >> 8) / 2**24
 
 
 _current: _Sequence | None = None  # the sequence whose forward is running
@@ -368,9 +428,15 @@ class Oracle:
         """
         if sum(step_sizes) != len(token_ids) or min(step_sizes, default=0) < 1:
             raise ValueError(f"steps {step_sizes} do not add up to {len(token_ids)} tokens")
+        if config.window_tokens is not None and not merge_steps:
+            raise ValueError("with a window, steps must be merged")
         seq, end = _Sequence(config, follow, follow_rtol), 0
         for size in step_sizes:
             end += size
+            if size > 1:
+                seq.flush_ends += [end - size, end]
+            elif end % config.block_size == 0:
+                seq.flush_ends.append(end)
             evicts = config.evicted_blocks(end) > config.evicted_blocks(end - size)
             if evicts or not merge_steps or end == len(token_ids):
                 self._step(seq, token_ids[seq.computed_tokens : end])
@@ -385,6 +451,8 @@ class Oracle:
 
         The result covers the tokens fed, that is all but the last new one.
         """
+        if config.window_tokens is not None:
+            raise ValueError("with a window, use run()")
         seq, tokens = _Sequence(config), list(prompt_ids)
         for size in schedule(len(prompt_ids), chunk_tokens, max_new_tokens):
             self._step(seq, tokens[seq.computed_tokens : seq.computed_tokens + size])
@@ -406,6 +474,7 @@ class Oracle:
         assert sorted(seq.called) == list(range(num_layers))
         seq.logits.append(output.logits[0].float())
         seq.computed_tokens = end
+        seq.flush_ends.clear()
         blocks = seq.config.evicted_blocks(end) - seq.config.evicted_blocks(start)
         if blocks:
             seq.evict(blocks * seq.config.block_size)

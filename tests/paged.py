@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_h2o.config import KVPolicyConfig
+from vllm_h2o.config import KVPolicyConfig, RankBy
 from vllm_h2o.kernels.base import AttentionShape, LayerState
 from vllm_h2o.kernels.native.prepare import NativeKernels
 from vllm_h2o.kernels.plain.compaction import Compaction
+from vllm_h2o.kernels.plain.ranks import RankRule
 from vllm_h2o.kernels.plain.scoring import DecodeFlush, PrefillChunk
 from vllm_h2o.layout import PagedLayer, side_bytes_per_block
 from vllm_h2o.step_plan import DropRows, ScoreRows, StepPlan
@@ -203,6 +204,8 @@ def compaction(
     recent_tokens: int,
     score_pool: int = 1,
     by_block: bool = False,
+    rank_by: RankBy = "sum",
+    total_weights: Sequence[float] = (),
 ) -> Compaction:
     """As `decode_flush`, for rows that each drop some blocks' worth of tokens."""
     blocks = padded_blocks(rows)
@@ -220,7 +223,15 @@ def compaction(
         pinned_tokens=pinned_tokens,
         score_pool=score_pool,
         by_block=by_block,
+        rule=RankRule(
+            rank_by, torch.tensor([total_tokens(row) for row in rows]), torch.tensor(list(total_weights))
+        ),
     )
+
+
+def total_tokens(row: Row) -> int:
+    """As many as if some had been dropped before."""
+    return row.num_live + 5
 
 
 def native_scores(
@@ -265,6 +276,8 @@ def native_drops(
     recent_tokens: int,
     score_pool: int = 1,
     by_block: bool = False,
+    rank_by: RankBy = "sum",
+    total_weights: Sequence[float] = (),
 ) -> None:
     """As `compaction`, carried out by the native kernels."""
     plan = StepPlan(
@@ -272,6 +285,8 @@ def native_drops(
             num_live=np.array([row.num_live for row in rows], dtype=np.int64),
             num_dropped=np.array(num_dropped, dtype=np.int64),
             live_table=padded_blocks(rows).int().numpy(),
+            num_tokens=np.array([total_tokens(row) for row in rows], dtype=np.int64),
+            total_weights=np.array(total_weights, dtype=np.float32),
         )
     )
     nothing = torch.empty(0, pages.shape.num_kv_heads, pages.shape.head_size, dtype=pages.shape.dtype)
@@ -285,6 +300,7 @@ def native_drops(
         recent_tokens=recent_tokens,
         score_pool=score_pool,
         granularity="block" if by_block else "token",
+        rank_by=rank_by,
     )
 
 
@@ -296,6 +312,7 @@ def run_native(
     attention: AttentionShape,
     *,
     pinned_tokens: int,
+    layer_name: str = "layer",
     **changes: object,
 ) -> None:
     values: dict[str, object] = {
@@ -311,7 +328,7 @@ def run_native(
         "max_in_flight_tokens": 64,
     }
     kernels = NativeKernels(KVPolicyConfig(**{**values, **changes}))  # type: ignore[arg-type]
-    kernels.prepare(plan).after_attention(LayerState("layer", pages.layer, ring, attention), query)
+    kernels.prepare(plan).after_attention(LayerState(layer_name, pages.layer, ring, attention), query)
 
 
 def _weight(age: int, half_life: float | None) -> float:

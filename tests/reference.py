@@ -71,6 +71,56 @@ def scores_after(
     return scores
 
 
+def windowed_scores_after(
+    stored: Vector, keys: Sequence[Vector], queries: Sequence[Sequence[Vector]], *, window: int, scale: float
+) -> list[float]:
+    """As ``scores_after``, where only a flush's last ``window`` queries count.
+
+    As many or more replace what was stored; fewer are added to it.
+    """
+    kept = stored if len(queries) < window else [0.0] * len(stored)
+    return scores_after(kept, keys, queries[-window:], scale=scale)
+
+
+def mean_ranks(
+    scores: Vector, positions: Sequence[int], num_tokens: int, half_life: float | None = None
+) -> list[float]:
+    """Each token's score over what it would be if every query since had given it a probability of 1."""
+
+    def weight(age: int) -> float:
+        return 1.0 if half_life is None else 0.5 ** (age / half_life)
+
+    return [
+        score / sum(weight(age) for age in range(num_tokens - position))
+        for score, position in zip(scores, positions, strict=True)
+    ]
+
+
+def value_ranks(scores: Vector, values: Sequence[Vector]) -> list[float]:
+    """Each token's score times the L1 norm of its value."""
+    return [score * sum(abs(v) for v in value) for score, value in zip(scores, values, strict=True)]
+
+
+def key_ranks(keys: Sequence[Vector]) -> list[float]:
+    """1 - cos(key, mean of the normalised keys) of each token."""
+
+    def unit(vector: Vector) -> list[float]:
+        norm = math.sqrt(sum(x * x for x in vector))
+        return [x / norm for x in vector] if norm else [0.0] * len(vector)
+
+    directions = [unit(key) for key in keys]
+    anchor = unit([sum(parts) for parts in zip(*directions, strict=True)])
+    return [1 - sum(a * b for a, b in zip(direction, anchor, strict=True)) for direction in directions]
+
+
+def drawn_rank(position: int, layer: int, head: int, num_heads: int) -> float:
+    """The number in [0, 1) that a token draws: a 32-bit hash with two rounds of multiplication."""
+    x = (position * 0x9E3779B1 + (head + layer * num_heads) * 0x85EBCA77) % 2**32
+    for factor in (0x7FEB352D, 0x846CA68B):
+        x = ((x ^ (x >> 16)) * factor) % 2**32
+    return ((x ^ (x >> 16)) >> 8) / 2**24
+
+
 def pooled(scores: Vector, positions: Sequence[int], pinned_tokens: int, pool: int) -> list[float]:
     """Each token's maximum over its neighbours in the text, among live tokens that aren't pinned."""
     ranks = list(scores)

@@ -165,8 +165,9 @@ def test_budget_of_the_longest_sequence_evicts_nothing() -> None:
 
 def test_unknown_policy_lists_the_known() -> None:
     message = refusal(name="h20", budget=512)
-    assert message == "--kv-policy='h20': there is no such policy. Known: h2o"
-    assert policies.names() == ("h2o",)
+    assert message == (
+        "--kv-policy='h20': there is no such policy. Known: h2o, keydiff, random, snapkv, streaming, tova"
+    )
 
 
 def test_known_policy_is_created_with_its_configuration() -> None:
@@ -174,7 +175,7 @@ def test_known_policy_is_created_with_its_configuration() -> None:
     policy = policies.create(config)
     assert isinstance(policy, H2OPolicy)
     assert policy.config is config
-    with pytest.raises(ConfigError, match="Known: h2o"):
+    with pytest.raises(ConfigError, match="Known: h2o, keydiff"):
         policies.create(replace(config, name="h20"))
 
 
@@ -314,6 +315,8 @@ SETTINGS: dict[str, tuple[Any, Any]] = {
     "granularity": ("token", "block"),
     "score_half_life": (32.0, 16.0),
     "score_pool": (3, 5),
+    "score_window": (32, 16),
+    "score_rank": ("mean", "value"),
     "kernels": ("native", "torch"),
     "trace": (True, False),
 }

@@ -15,6 +15,7 @@ import load_dataset
 import load_report
 import load_test
 import load_workload
+import machine
 import server_metrics
 from load_results import ResultError, Results
 from load_test import CONFIGS
@@ -205,6 +206,16 @@ def test_nothing_is_added_to_another_workload(path: Path, results: Results, tmp_
         Results(load_workload.read(path), tmp_path / "found", rounds_wanted=2).load()
 
 
+def test_nothing_is_added_to_what_another_machine_measured(
+    path: Path, results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(machine, "describe", lambda: "another")
+        measure(results, "plain", "h2o")
+    with pytest.raises(ResultError, match=r"on another machine \(another\)"):
+        Results(load_workload.read(path), tmp_path / "found", rounds_wanted=2).load()
+
+
 def test_nothing_is_added_to_what_is_no_result(results: Results, tmp_path: Path) -> None:
     (tmp_path / "found").mkdir()
     (tmp_path / "found" / "two.json").write_text("{}", encoding="utf-8")
@@ -214,9 +225,10 @@ def test_nothing_is_added_to_what_is_no_result(results: Results, tmp_path: Path)
 
 @pytest.mark.parametrize("path", sorted(load_test.RESULTS.glob("*.json")), ids=lambda path: path.stem)
 def test_kept_results_are_of_the_workloads_as_they_are(path: Path) -> None:
-    results = Results(load_workload.read(CONFIGS / f"{path.stem}.yaml"), load_test.RESULTS, 5)
-    results.load()
-    assert results.rounds
+    workload = load_workload.read(CONFIGS / f"{path.stem}.yaml")
+    content = json.loads(path.read_text(encoding="utf-8"))
+    assert content["workload"] == {"servers": workload.variants, "loads": workload.loads}
+    assert content["rounds"]
 
 
 def test_conversations_are_always_the_same(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from vllm_h2o.query_ring import QueryRing
 from vllm_h2o.step_plan import StepPlan, StepPlanner
 
 HEADS, GROUP, HEAD_SIZE, BLOCK, RING_SLOTS = 2, 2, 4, 4, 6
+LAYER = 3
 ATTENTION = AttentionShape(scale=0.6)
 
 
@@ -42,6 +43,7 @@ class Request:
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     heads: list[list[Token]] = field(default_factory=lambda: [[] for _ in range(HEADS)])
+    pending: list[list[list[list[float]]]] = field(default_factory=lambda: [[] for _ in range(HEADS)])
 
 
 class Engine:
@@ -59,7 +61,7 @@ class Engine:
         self.layer.scores.fill_(torch.nan)
         self.planner = StepPlanner(cfg, QueryRing(RING_SLOTS, BLOCK), None)
         ring = torch.full((RING_SLOTS * BLOCK, HEADS * GROUP, HEAD_SIZE), torch.nan)
-        self.state = LayerState("layer", self.layer, ring, ATTENTION)
+        self.state = LayerState(f"model.layers.{LAYER}.attn", self.layer, ring, ATTENTION)
         self.free = list(range(1, 60))
         self.requests: list[Request] = []
         self.num_compacted = 0
@@ -134,18 +136,14 @@ class Engine:
             for i in range(new):
                 position = request.computed + i
                 tokens.append(Token(position, key[i, head].tolist(), value[i, head].tolist()))
-            scores = reference.scores_after(
-                [token.score for token in tokens],
-                [token.key for token in tokens],
-                query[:, head * GROUP : (head + 1) * GROUP].tolist(),
-                scale=ATTENTION.scale,
-                half_life=cfg.score_half_life_tokens,
-            )
-            for token, score in zip(tokens[cfg.pinned_tokens :], scores[cfg.pinned_tokens :], strict=True):
+            scores = self._reference_scores(request, head, query[:, head * GROUP : (head + 1) * GROUP])
+            # Pinned tokens may be shared, so attention to them is not recorded.
+            first = cfg.pinned_tokens if cfg.scores_attention else 0
+            for token, score in zip(tokens[first:], scores[first:], strict=True):
                 token.score = score
             if num_freed:
                 dropped = reference.victims(
-                    [token.score for token in tokens],
+                    self._reference_ranks(tokens, request.computed + new),
                     [token.position for token in tokens],
                     num_freed,
                     pinned_tokens=cfg.pinned_tokens,
@@ -159,6 +157,48 @@ class Engine:
                 request.heads[head] = [token for token in compacted if token is not None]
         request.computed += new
 
+    def _reference_scores(self, request: Request, head: int, query: torch.Tensor) -> list[float]:
+        """Scores of one head's tokens, the new ones among them."""
+        cfg, tokens, new = self.cfg, request.heads[head], len(query)
+        scores, keys = [token.score for token in tokens], [token.key for token in tokens]
+        if cfg.rank_by == "random":
+            return [reference.drawn_rank(token.position, LAYER, head, HEADS) for token in tokens]
+        if not cfg.scores_attention:
+            return scores
+        if cfg.score_window_tokens is None:
+            return reference.scores_after(
+                scores, keys, query.tolist(), scale=ATTENTION.scale, half_life=cfg.score_half_life_tokens
+            )
+        # Queries are scored in flushes, and here it matters which are in one.
+        pending = request.pending[head]
+        if new > 1 and pending:
+            self._flush(scores, keys[:-new], pending)
+        pending += query.tolist()
+        if new > 1 or (request.computed + new) % BLOCK == 0:
+            self._flush(scores, keys, pending)
+        return scores
+
+    def _flush(self, scores: list[float], keys: list[list[float]], pending: list[list[list[float]]]) -> None:
+        window = self.cfg.score_window_tokens
+        assert window is not None
+        scores[: len(keys)] = reference.windowed_scores_after(
+            scores[: len(keys)], keys, pending, window=window, scale=ATTENTION.scale
+        )
+        pending.clear()
+
+    def _reference_ranks(self, tokens: list[Token], num_tokens: int) -> list[float]:
+        cfg, scores = self.cfg, [token.score for token in tokens]
+        if cfg.rank_by == "mean":
+            positions = [token.position for token in tokens]
+            return reference.mean_ranks(scores, positions, num_tokens, cfg.score_half_life_tokens)
+        if cfg.rank_by == "value":
+            return reference.value_ranks(scores, [token.value for token in tokens])
+        if cfg.rank_by == "keys":
+            return reference.key_ranks([token.key for token in tokens])
+        if cfg.rank_by == "age":
+            return [float(token.position) for token in tokens]
+        return scores
+
     def _compare(self, request: Request, scored: bool) -> None:
         blocks, layer = self.live_blocks(request), self.layer
         for head, tokens in enumerate(request.heads):
@@ -171,7 +211,7 @@ class Engine:
                 positions = layer.positions[blocks, head].flatten()[:num_live]
                 assert positions.tolist() == [token.position for token in tokens]
             # Between two fills of the tail block some queries are still pending.
-            if scored:
+            if scored and self.cfg.rank_by not in ("keys", "age"):
                 got = layer.scores[blocks, head].flatten()[:num_live]
                 want = torch.tensor([token.score for token in tokens])
                 torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
@@ -201,6 +241,23 @@ CONFIGS: dict[str, dict[str, object]] = {
     "blocks": {"granularity": "block"},
     "pooled blocks": {"granularity": "block", "score_pool": 5, "score_half_life_tokens": 20.0},
     "nothing pinned": {"pinned_blocks": 0},
+    "mean": {"rank_by": "mean", "trace": True},
+    "mean of half-life": {"rank_by": "mean", "score_half_life_tokens": 9.0},
+    "value": {"rank_by": "value"},
+    "pooled values by block": {"rank_by": "value", "score_pool": 3, "granularity": "block"},
+    "snapkv": {"name": "snapkv", "score_window_tokens": 3, "score_pool": 3},
+    "snapkv, whole block": {"name": "snapkv", "score_window_tokens": BLOCK},
+    "tova": {"name": "tova", "score_window_tokens": 1, "recent_tokens": 0},
+    "keydiff": {"name": "keydiff", "rank_by": "keys", "recent_tokens": 0},
+    "pooled keydiff by block": {
+        "name": "keydiff",
+        "rank_by": "keys",
+        "score_pool": 3,
+        "granularity": "block",
+    },
+    "random": {"name": "random", "rank_by": "random"},
+    "random by block": {"name": "random", "rank_by": "random", "granularity": "block"},
+    "streaming": {"name": "streaming", "rank_by": "age", "recent_tokens": 0, "trace": True},
     "no recent window": {"recent_tokens": 0, "pinned_blocks": 2, "trace": True},
 }
 

@@ -26,6 +26,7 @@ def test_kept_positions_are_those_left_after_the_move() -> None:
         num_live=np.array([16, 12]),
         num_dropped=np.array([8, 4]),
         live_table=padded_blocks(rows).int().numpy(),
+        num_tokens=np.array([16, 12]),
     )
     log.add_compaction("layer.3", pages.layer, drops.kept_blocks(1, 4), [8, 8], (0, 2))
     assert log.steps == [(7, 15, 1), (8, 3, 1), (9, 11, 1)]

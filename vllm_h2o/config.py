@@ -16,6 +16,11 @@ CONFIG_KEY = "kv_policy"
 Granularity = Literal["token", "block"]
 GRANULARITIES: tuple[Granularity, ...] = ("token", "block")
 
+RankBy = Literal["sum", "mean", "value", "keys", "random", "age"]
+RANKS: tuple[RankBy, ...] = ("sum", "mean", "value", "keys", "random", "age")
+"""What a token ranks by when tokens are dropped: its score, that per query, that times the norm of its value,
+how unlike the others its key is, a number drawn when it came, or its position."""
+
 KernelChoice = Literal["auto", "native", "torch"]
 KERNEL_CHOICES: tuple[KernelChoice, ...] = ("auto", "native", "torch")
 
@@ -33,6 +38,8 @@ class KVPolicyConfig:
         granularity: drop single tokens, or whole blocks by the sum of their tokens' ranks.
         score_half_life_tokens: age at which an attention probability counts half; None = plain sum.
         score_pool: a token ranks by the maximum over this odd number of neighbours; 1 = off.
+        score_window_tokens: newest queries whose attention counts, for policies that have such a limit.
+        rank_by: what a token ranks by.
         max_model_len: longest sequence the server accepts.
         max_in_flight_tokens: most tokens that vLLM schedules before the first of them is settled.
         kernels: compiled kernels (``native``), tensor operations (``torch``), or ``auto``: native where they
@@ -50,6 +57,8 @@ class KVPolicyConfig:
     score_pool: int
     max_model_len: int
     max_in_flight_tokens: int
+    score_window_tokens: int | None = None
+    rank_by: RankBy = "sum"
     kernels: KernelChoice = "auto"
     trace: bool = False
 
@@ -75,7 +84,28 @@ class KVPolicyConfig:
     @property
     def tracks_positions(self) -> bool:
         """Whether slots remember the position of their token (after moves, slot order is not age order)."""
-        return self.score_pool > 1 or self.trace
+        return self.score_pool > 1 or self.rank_by == "mean" or self.trace
+
+    @property
+    def scores_attention(self) -> bool:
+        """Whether queries are kept and scored."""
+        return self.rank_by in ("sum", "mean", "value")
+
+    def describe_ranks(self) -> str:
+        """What decides which tokens stay, in words of the settings."""
+        if self.rank_by == "age":
+            return "the oldest tokens go"
+        parts = [f"recent {self.recent_tokens}", f"rank by {self.rank_by}"]
+        if self.scores_attention:
+            parts.append(f"score half-life {self.score_half_life_tokens or 'none'}")
+        if self.score_window_tokens is not None:
+            parts.append(f"window {self.score_window_tokens}")
+        return ", ".join([*parts, f"pool {self.score_pool}"])
+
+    @property
+    def compacts(self) -> bool:
+        """Whether tokens move at all; by age the ones to go lie in the freed blocks already."""
+        return self.rank_by != "age" or self.trace
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -5,15 +5,19 @@ into tokens and checks every limit once the model's length is known.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self, TypeVar
 
 from vllm_h2o import policies
 from vllm_h2o.config import CONFIG_KEY, GRANULARITIES, KERNEL_CHOICES, KVPolicyConfig
 from vllm_h2o.errors import ConfigError
 from vllm_h2o.parsing import num_tokens, number, whole_number
+from vllm_h2o.policies.base import Policy
 
 _Choice = TypeVar("_Choice", bound=str)
+
+_OF_SOME_POLICIES = frozenset({"recent", "score_half_life", "score_pool", "score_window", "score_rank"})
+"""Settings that a policy has to name in ``Policy.settings``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +34,8 @@ class KVPolicySettings:
     granularity: str | None = None
     score_half_life: float | None = None
     score_pool: int | None = None
+    score_window: int | None = None
+    score_rank: str | None = None
     kernels: str | None = None
     trace: bool | None = None
 
@@ -110,8 +116,8 @@ class KVPolicySettings:
             ConfigError: names the setting, its value, the limit and the fix.
         """
         notes: list[str] = []
-        name = str(self.name)
-        policies.require_known(name)
+        policy = policies.load(str(self.name))
+        chosen = self._of_policy(policy)
         budget = num_tokens("--kv-budget", 0.2 if self.budget is None else self.budget, max_model_len)
         rounded = -(-budget // block_size) * block_size
         if rounded != budget:
@@ -127,14 +133,16 @@ class KVPolicySettings:
                 f"pinned tokens {pin_tokens} rounded up to {pinned_blocks * block_size} (whole blocks)"
             )
         config = KVPolicyConfig(
-            name=name,
+            name=str(self.name),
             block_size=block_size,
             budget_tokens=rounded,
-            recent_tokens=self._recent_tokens(rounded),
+            recent_tokens=chosen._recent_tokens(rounded),
             pinned_blocks=pinned_blocks,
             granularity=_one_of("--kv-granularity", self.granularity, GRANULARITIES),
-            score_half_life_tokens=self._half_life(),
-            score_pool=self._pool(rounded),
+            score_half_life_tokens=chosen._half_life(),
+            score_pool=chosen._pool(rounded),
+            score_window_tokens=chosen._window(block_size),
+            rank_by=_one_of("--kv-score-rank", self.score_rank, policy.ranks),
             max_model_len=max_model_len,
             max_in_flight_tokens=max_in_flight_tokens,
             kernels=_one_of(flag_of("kernels"), self.kernels, KERNEL_CHOICES),
@@ -146,7 +154,7 @@ class KVPolicySettings:
                     f"budget {rounded} is over max_model_len {max_model_len}: nothing is ever evicted"
                 )
         elif _room(config) < block_size:
-            smallest = self._smallest_budget(config)
+            smallest = chosen._smallest_budget(config)
             default = f" (the default, 0.2 of --max-model-len {max_model_len})" if self.budget is None else ""
             raise ConfigError(
                 "--kv-budget",
@@ -159,6 +167,23 @@ class KVPolicySettings:
                 f"{max_model_len} can hold them",
             )
         return config, notes
+
+    def _of_policy(self, policy: type[Policy]) -> Self:
+        """These settings with the policy's own defaults.
+
+        Raises:
+            ConfigError: one is given that the policy doesn't use.
+        """
+        for field in _OF_SOME_POLICIES - policy.settings:
+            value = getattr(self, field)
+            if value is not None:
+                used = sorted(flag_of(name) for name in policy.settings)
+                raise ConfigError(
+                    flag_of(field), value, f"it has no effect under --kv-policy {self.name}",
+                    f"Drop it. This policy uses {', '.join(used) or 'no such flag'}",
+                )  # fmt: skip
+        missing = {name: value for name, value in policy.defaults.items() if getattr(self, name) is None}
+        return replace(self, **missing)
 
     def _recent_tokens(self, budget_tokens: int) -> int:
         return num_tokens(
@@ -195,6 +220,18 @@ class KVPolicySettings:
                 "Use a few tokens, such as 15",
             )  # fmt: skip
         return pool
+
+    def _window(self, block_size: int) -> int | None:
+        if self.score_window is None:
+            return None
+        window = whole_number("--kv-score-window", self.score_window, 1)
+        if window > block_size:
+            # In decode the queries of one block are kept, so there are never more.
+            raise ConfigError(
+                "--kv-score-window", window, f"it is over the block size of {block_size} tokens",
+                f"Give at most {block_size}, or a larger --block-size",
+            )  # fmt: skip
+        return window
 
     def _smallest_budget(self, config: KVPolicyConfig) -> int | None:
         """The smallest budget that evicts and would be accepted; None if there is none."""

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from vllm_h2o import policies, retention
 from vllm_h2o.config import KVPolicyConfig
+from vllm_h2o.policies.base import AttentionPolicy
 from vllm_h2o.query_ring import QueryRing
 from vllm_h2o.trace import TraceLog
 
@@ -58,11 +59,16 @@ class DropRows:
         num_live: live tokens before.
         num_dropped: tokens to drop, a multiple of the block size.
         live_table: as in ``ScoreRows``.
+        num_tokens: all tokens so far, dropped ones too.
+        total_weights: ``[max_model_len]`` float32, where a rank is a mean: entry ``n - 1`` is the weight of
+            the ``n`` queries that saw a token, to divide its score by; else empty.
     """
 
     num_live: IntArray
     num_dropped: IntArray
     live_table: BlockTable
+    num_tokens: IntArray
+    total_weights: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
 
     def kept_blocks(self, pinned_blocks: int, block_size: int) -> list[BlockTable]:
         """Per row the ids of the blocks that it goes on with, in order."""
@@ -140,7 +146,12 @@ class StepPlanner:
 
     def __init__(self, config: KVPolicyConfig, ring: QueryRing, trace: TraceLog | None) -> None:
         self.config = config
-        self.policy = policies.create(config)
+        policy = policies.create(config)
+        self.policy = policy if isinstance(policy, AttentionPolicy) else None
+        assert (self.policy is not None) == config.scores_attention
+        self.total_weights = np.empty(0, dtype=np.float32)
+        if self.policy is not None and config.rank_by == "mean":
+            self.total_weights = self.policy.total_weights()
         self.ring = ring
         self.trace = trace
 
@@ -167,6 +178,8 @@ class StepPlanner:
 
     def plan(self, batch: Batch) -> StepPlan:
         """Everything that the layers have to do in this step."""
+        if not self.config.compacts:
+            return StepPlan()
         bs = self.config.block_size
         rows = np.arange(batch.new.size)
         tail = np.minimum(batch.computed // bs, batch.table.shape[1] - 1)
@@ -176,21 +189,10 @@ class StepPlanner:
         if not batch.new.size:
             return StepPlan()
         started, positions = self._started_blocks(batch)
-        self.ring.start_step(started)
-        is_chunk = batch.new > 1
-        scores: list[ScoreRows] = []
-        if is_chunk.any():
-            chunk_rows = batch.select(is_chunk)
-            scores += [self._pending_before(chunk_rows), self._chunks(chunk_rows)]
         append_tokens = append_slots = _nothing()
-        if not is_chunk.all():
-            decode_rows = batch.select(~is_chunk) if is_chunk.any() else batch
-            offsets = decode_rows.computed % bs
-            slots, first = self.ring.append(_tails(decode_rows, bs), offsets)
-            append_tokens, append_slots = decode_rows.first_token, slots * bs + offsets
-            full = offsets == bs - 1
-            if full.any():
-                scores.append(self._kept(decode_rows.select(full), slots[full], first[full], bs, 1))
+        scores: list[ScoreRows] = []
+        if self.policy is not None:
+            append_tokens, append_slots, scores = self._score(batch, started)
         dropped_blocks = self._evicted(batch.total) - batch.gap_blocks
         trace_steps: tuple[int, ...] = ()
         if self.trace is not None:
@@ -206,6 +208,26 @@ class StepPlanner:
             trace=self.trace,
             trace_steps=trace_steps,
         )
+
+    def _score(self, batch: Batch, started: IntArray) -> tuple[IntArray, IntArray, list[ScoreRows]]:
+        """Which queries of the batch are kept where in the ring, and which rows are scored."""
+        bs = self.config.block_size
+        self.ring.start_step(started)
+        is_chunk = batch.new > 1
+        scores: list[ScoreRows] = []
+        if is_chunk.any():
+            chunk_rows = batch.select(is_chunk)
+            scores += [self._pending_before(chunk_rows), self._chunks(chunk_rows)]
+        append_tokens = append_slots = _nothing()
+        if not is_chunk.all():
+            decode_rows = batch.select(~is_chunk) if is_chunk.any() else batch
+            offsets = decode_rows.computed % bs
+            slots, first = self.ring.append(_tails(decode_rows, bs), offsets)
+            append_tokens, append_slots = decode_rows.first_token, slots * bs + offsets
+            full = offsets == bs - 1
+            if full.any():
+                scores.append(self._kept(decode_rows.select(full), slots[full], first[full], bs, 1))
+        return append_tokens, append_slots, scores
 
     def _evicted(self, num_tokens: IntArray) -> IntArray:
         return retention.evicted_blocks(
@@ -244,23 +266,31 @@ class StepPlanner:
         return self._score_rows(False, batch.first_token, batch.new, live, batch.live_table)
 
     def _score_rows(
-        self, from_ring: bool, first: IntArray, count: IntArray, live: IntArray, live_table: BlockTable
+        self, from_ring: bool, first: IntArray, flushed: IntArray, live: IntArray, live_table: BlockTable
     ) -> ScoreRows:
+        assert self.policy is not None
+        count = self.policy.num_scored(flushed)
         return ScoreRows(
             from_ring=np.full(live.size, from_ring),
-            first_query=first,
+            first_query=first + flushed - count,
             num_queries=count,
             num_live=live,
             live_table=live_table,
             weights=self.policy.query_weights(np.arange(int(count.max(initial=0)) - 1, -1, -1)),
-            decay=self.policy.decay(count),
+            decay=self.policy.decay(flushed),
         )
 
     def _drops(self, batch: Batch, dropped_blocks: IntArray) -> DropRows:
         bs = self.config.block_size
         due = dropped_blocks > 0
         rows = batch.select(due)
-        return DropRows(rows.total - rows.gap_blocks * bs, dropped_blocks[due] * bs, rows.live_table)
+        return DropRows(
+            num_live=rows.total - rows.gap_blocks * bs,
+            num_dropped=dropped_blocks[due] * bs,
+            live_table=rows.live_table,
+            num_tokens=rows.total,
+            total_weights=self.total_weights,
+        )
 
 
 def _tails(batch: Batch, block_size: int) -> IntArray:

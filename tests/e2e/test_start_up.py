@@ -12,6 +12,7 @@ import pytest
 
 from tests.command_line import engine_config
 from tests.e2e.servers import ENVIRONMENT, MODEL, VLLM
+from vllm_h2o import policies
 from vllm_h2o.errors import ConfigError, H2OError, RefusedError
 
 pytestmark = pytest.mark.e2e
@@ -19,7 +20,8 @@ pytestmark = pytest.mark.e2e
 NGRAM = json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4})
 UNSERVABLE = ["--speculative-config", NGRAM, "--kv-cache-dtype", "fp8"]
 
-UNKNOWN_POLICY = "--kv-policy='h3o': there is no such policy. Known: h2o"
+KNOWN = ", ".join(policies.names())
+UNKNOWN_POLICY = f"--kv-policy='h3o': there is no such policy. Known: {KNOWN}"
 NO_POLICY = "--kv-budget='512': it has no effect without --kv-policy. Add --kv-policy h2o, or drop it"
 REFUSED = """--kv-policy h2o can't be used here:
   - speculative decoding (found: ngram). Drop --speculative-config.
@@ -57,8 +59,8 @@ def test_the_command_says_so_and_fails() -> None:
     ("words", "message"),
     [
         (["--kv-policy", "h3o"], UNKNOWN_POLICY),
-        (["--kv-policy", "H2O"], "--kv-policy='H2O': there is no such policy. Known: h2o"),
-        (["--kv-policy", ""], "--kv-policy='': there is no such policy. Known: h2o"),
+        (["--kv-policy", "H2O"], f"--kv-policy='H2O': there is no such policy. Known: {KNOWN}"),
+        (["--kv-policy", ""], f"--kv-policy='': there is no such policy. Known: {KNOWN}"),
         (
             ["--kv-policy", "h2o", "--kv-budget", "0"],
             "--kv-budget='0': it must be a whole number of at least 1. Give 1 or more",

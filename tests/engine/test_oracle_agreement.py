@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.agreement import assert_engine_agrees, oracle_config
-from tests.engines import MODEL, engine
+from tests.engines import MODEL, complete, engine, greedy
 from tests.oracle import Oracle
 
 NEW_TOKENS = 304  # all past the budget, since every prompt is at least that long
@@ -36,3 +37,37 @@ def test_engine_keeps_what_the_oracle_keeps(
     policy = {"budget": budget, "granularity": granularity, **scores}
     with engine(policy={**policy, "trace": True}, enable_prefix_caching=False) as llm:
         assert_engine_agrees(llm, oracle, oracle_config(policy), prompts, NEW_TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "written"),
+    [
+        ("h2o", "mean", {"score_rank": "mean"}),
+        ("h2o", "value", {"score_rank": "value", "granularity": "block"}),
+        ("snapkv", "sum", {"score_window": 16, "score_pool": 7, "recent": 32}),
+        ("tova", "sum", {"recent": 0}),
+        ("keydiff", "keys", {"recent": 0}),
+        ("random", "random", {}),
+        ("streaming", "age", {}),
+    ],
+)
+def test_engine_keeps_what_other_policies_say(
+    name: str, rank: str, written: dict[str, Any], oracle: Oracle, text_ids: list[int]
+) -> None:
+    budget = 256
+    prompts = [text_ids[150 * i : 150 * i + length] for i, length in enumerate([200, 600])]
+    config = oracle_config({"budget": budget, **written}, rank=rank)
+    if name == "tova":
+        config = replace(config, window_tokens=1)
+    if name == "streaming":
+        config = replace(config, recent_tokens=0)
+    # The cosine of two keys is near 1, so its distance from 1 carries more rounding.
+    rtol = 1e-4 if rank == "keys" else 1e-5
+    policy = {"name": name, "budget": budget, **written}
+    with engine(policy={**policy, "trace": True}, enable_prefix_caching=False) as llm:
+        traced = assert_engine_agrees(llm, oracle, config, prompts, 128, rtol)
+    if name != "streaming":
+        return
+    # Without tracing it does no work at all; the answers must be the same.
+    with engine(policy=policy, enable_prefix_caching=False) as llm:
+        assert [c.token_ids for c in complete(llm, prompts, greedy(128))] == [c.token_ids for c in traced]

@@ -13,11 +13,11 @@ from vllm_h2o.engine.compat import (
     VllmConfig,
     init_logger,
 )
-from vllm_h2o.engine.memory import allocate_rings
+from vllm_h2o.engine.memory import allocate_rings, num_ring_queries
 from vllm_h2o.engine.spec import H2OSpec
 from vllm_h2o.kernels import create as create_kernels
 from vllm_h2o.kernels.base import LayerState, PreparedStep
-from vllm_h2o.query_ring import QueryRing, num_ring_slots
+from vllm_h2o.query_ring import QueryRing
 from vllm_h2o.step_plan import Batch, StepPlan, StepPlanner
 from vllm_h2o.trace import TraceLog
 
@@ -69,11 +69,11 @@ class H2OCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             logger.info_once("KV policy: attention uses AVX-512 kernels instead of AMX.")
         assert self.isa in ("vec", "vec16"), self.isa
         policy = kv_cache_spec.policy
-        num_slots = num_ring_slots(vllm_config.scheduler_config.max_num_seqs)
-        allocate_rings(vllm_config, layer_names, num_slots * policy.block_size)
+        num_queries = num_ring_queries(vllm_config, policy)
+        allocate_rings(vllm_config, layer_names, num_queries)
         self.planner = StepPlanner(
             policy,
-            QueryRing(num_slots, policy.block_size),
+            QueryRing(num_queries // policy.block_size, policy.block_size),
             TraceLog() if policy.trace else None,
         )
         self.kernels = create_kernels(policy)

@@ -29,7 +29,10 @@ _HELP = {
     "score_half_life": "Age in tokens at which a query's attention counts half in the scores "
     "(default: none, the paper's plain sum).",
     "score_pool": "Odd number of neighbouring tokens whose highest score a token is ranked by "
-    "(default 1: its own, as in the paper).",
+    "(default 1: its own, as in the paper; snapkv 7).",
+    "score_window": "Newest queries whose attention counts (snapkv; default 32).",
+    "score_rank": "What a token ranks by: the sum of the attention it received (default, the paper), its "
+    "mean per query that saw the token, or value: the sum times the L1 norm of the token's value (h2o).",
 }
 
 

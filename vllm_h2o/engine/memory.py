@@ -12,9 +12,16 @@ from vllm_h2o.kernels.base import Kernels, LayerSizes
 from vllm_h2o.query_ring import num_ring_slots
 
 
+def num_ring_queries(vllm_config: VllmConfig, policy: KVPolicyConfig) -> int:
+    """Queries that a layer's ring holds."""
+    if not policy.scores_attention:
+        return 0
+    return num_ring_slots(vllm_config.scheduler_config.max_num_seqs) * policy.block_size
+
+
 def ring_bytes(vllm_config: VllmConfig, policy: KVPolicyConfig, layer_names: list[str]) -> int:
     """Bytes of the rings of ``layer_names`` on this worker."""
-    num_queries = num_ring_slots(vllm_config.scheduler_config.max_num_seqs) * policy.block_size
+    num_queries = num_ring_queries(vllm_config, policy)
     layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
     return sum(
         num_queries * layer.num_heads * layer.head_size * _dtype(vllm_config).itemsize
@@ -40,8 +47,10 @@ def allocate_rings(vllm_config: VllmConfig, layer_names: list[str], num_queries:
     dtype = _dtype(vllm_config)
     for layer in get_layers_from_vllm_config(vllm_config, Attention, layer_names).values():
         shape = (num_queries, layer.num_heads, layer.head_size)
-        zeros = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
-        layer.impl.query_ring = torch.from_numpy(zeros).view(dtype).view(shape)
+        layer.impl.query_ring = torch.empty(shape, dtype=dtype)
+        if num_queries:
+            zeros = np.zeros(layer.impl.query_ring.nbytes, dtype=np.uint8)
+            layer.impl.query_ring = torch.from_numpy(zeros).view(dtype).view(shape)
 
 
 def _dtype(vllm_config: VllmConfig) -> torch.dtype:

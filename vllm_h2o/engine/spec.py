@@ -33,10 +33,17 @@ class H2OSpec(FullAttentionSpec):
         super().__post_init__()
         # Whoever changes the block size or the padding (vLLM does both, to make the pages of hybrid models
         # equal) gets a page that still has room for the scores.
-        needed = self.unpadded_page_size_bytes + side_bytes_per_block(
+        needed = self.unpadded_page_size_bytes + self.side_bytes
+        object.__setattr__(self, "page_size_padded", max(self.page_size_padded or 0, needed))
+
+    @property
+    def side_bytes(self) -> int:
+        """Bytes of a block that hold scores and positions."""
+        if not self.policy.compacts:
+            return 0
+        return side_bytes_per_block(
             self.num_kv_heads, self.block_size, positions=self.policy.tracks_positions
         )
-        object.__setattr__(self, "page_size_padded", max(self.page_size_padded or 0, needed))
 
     @classmethod
     def from_full_attention(cls, spec: FullAttentionSpec, policy: KVPolicyConfig) -> Self:

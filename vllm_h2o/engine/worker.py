@@ -16,7 +16,6 @@ from vllm_h2o.engine.spec import H2OSpec, evicting
 from vllm_h2o.errors import ConfigError
 from vllm_h2o.kernels import create as create_kernels
 from vllm_h2o.kernels.base import Kernels
-from vllm_h2o.layout import side_bytes_per_block
 from vllm_h2o.query_ring import num_ring_slots
 
 logger = init_logger("vllm.h2o.worker")
@@ -68,6 +67,7 @@ class H2OCPUWorker(CPUWorker):
     def _refuse_memory(self, rings: int, scratch: int, available: int) -> NoReturn:
         max_num_seqs = self.vllm_config.scheduler_config.max_num_seqs
         # With half of the memory, so that the other half is left for the cache itself.
+        # Scoring alone can be too much only where queries are kept.
         slots = (available // 2 - scratch) * num_ring_slots(max_num_seqs) // rings
         fitting = slots - num_ring_slots(0)
         raise ConfigError(
@@ -88,18 +88,14 @@ class H2OCPUWorker(CPUWorker):
                 policy.name, policy.budget_tokens, policy.max_model_len,
             )  # fmt: skip
             return
-        scores = sum(
-            side_bytes_per_block(spec.num_kv_heads, spec.block_size, positions=policy.tracks_positions)
-            for spec in evicting_layers.values()
-        )
         logger.info(
-            "KV policy %s: budget %d tokens of max_model_len %d, recent %d, pinned %d (%d blocks), block "
-            "size %d, granularity %s, score half-life %s, pool %d; %d evicting layers, scores take %d bytes "
-            "per block inside the KV cache, kept queries %.1f MiB beside it; %s kernels; prefix caching "
-            "shares only the pinned tokens, because all others change when tokens are dropped",
-            policy.name, policy.budget_tokens, policy.max_model_len, policy.recent_tokens,
-            policy.pinned_tokens, policy.pinned_blocks, policy.block_size, policy.granularity,
-            policy.score_half_life_tokens or "none", policy.score_pool, len(evicting_layers), scores,
+            "KV policy %s: budget %d tokens of max_model_len %d, pinned %d (%d blocks), block size %d, "
+            "granularity %s, %s; %d evicting layers, scores take %d bytes per block inside the KV cache, "
+            "kept queries %.1f MiB beside it; %s kernels; prefix caching shares only the pinned tokens, "
+            "because all others change when tokens are dropped",
+            policy.name, policy.budget_tokens, policy.max_model_len, policy.pinned_tokens,
+            policy.pinned_blocks, policy.block_size, policy.granularity, policy.describe_ranks(),
+            len(evicting_layers), sum(spec.side_bytes for spec in evicting_layers.values()),
             rings / 2**20, self.kernels.name,
         )  # fmt: skip
 

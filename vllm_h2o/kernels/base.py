@@ -40,6 +40,11 @@ class LayerState:
     ring: torch.Tensor
     shape: AttentionShape
 
+    @property
+    def salt(self) -> int:
+        """Tells layers apart where something is drawn at random: the first number in the name."""
+        return next((int(part) for part in self.name.split(".") if part.isdecimal()), 0)
+
 
 @dataclass(frozen=True)
 class LayerSizes:

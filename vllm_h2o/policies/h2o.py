@@ -2,22 +2,29 @@
 
 import numpy as np
 
-from vllm_h2o.policies.base import FloatArray, IntArray, Policy
+from vllm_h2o.policies.base import AttentionPolicy, FloatArray, IntArray
 
 
-class H2OPolicy(Policy):
+class H2OPolicy(AttentionPolicy):
     """Heavy-Hitter Oracle (arXiv 2306.14048, section 4): score = sum of the attention a token received.
 
     Formula: ``sum over queries that saw the token of p(query, token)``, summed over the query heads of its
     KV head; survivors keep their sum, evicted tokens forget theirs. Direction: higher = keep. The paper's
-    split into heavy and recent halves is ``--kv-recent 0.5`` (default).
+    split into heavy and recent halves is ``--kv-recent 0.5`` (default). Cost: one more pass over Q and K.
 
     With a half-life ``h`` a query that is ``a`` tokens old counts ``0.5 ** (a / h)``, which is applied as a
-    decay of the stored sums and is exact for prefill and decode alike. Without one this is the paper.
+    decay of the stored sums and is exact for prefill and decode alike. ``--kv-score-rank mean`` divides a
+    sum by the weights of all queries that saw the token, which takes away the lead of old tokens (the
+    paper's appendix B.2 found it worse); ``value`` multiplies it by the L1 norm of the token's value (VATP,
+    arXiv 2406.12335), which spares heavy hitters that add next to nothing to the output from being kept.
+    Without any of these it is the paper.
 
     Limits: sums favour tokens that were attended to early and often; a fact that only the last question
     asks for can be dropped (a half-life and pooling help with that).
     """
+
+    ranks = ("sum", "mean", "value")
+    settings = frozenset({"recent", "score_half_life", "score_pool", "score_rank"})
 
     def query_weights(self, ages_tokens: IntArray) -> FloatArray:
         half_life = self.config.score_half_life_tokens

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "layer.h"
+#include "ranks.h"
 
 namespace h2o {
 
@@ -16,7 +17,7 @@ template <typename T>
 class Compactor {
  public:
   void compact(const Layer& layer, const Step& step, const DropRow& row, int64_t head) {
-    gather(layer, row, head);
+    gather(layer, step, row, head);
     if (step.score_pool > 1) pool(layer, step, row, head);
     victims_.assign(row.num_live, 0);
     if (step.by_block)
@@ -41,12 +42,12 @@ class Compactor {
     return score != score ? kMost : std::clamp(score, -kMost, kMost);
   }
 
-  void gather(const Layer& layer, const DropRow& row, int64_t head) {
-    const int64_t bs = layer.block_size;
+  void gather(const Layer& layer, const Step& step, const DropRow& row, int64_t head) {
     ranks_.resize(row.num_live);
     order_.resize(row.num_live);
+    ranker_.rank(layer, step, row, head, ranks_.data());
     for (int64_t slot = 0; slot < row.num_live; ++slot) {
-      ranks_[slot] = float(finite(layer.scores(row.blocks[slot / bs], head)[slot % bs]));
+      ranks_[slot] = float(finite(ranks_[slot]));
       order_[slot] = slot;
     }
   }
@@ -120,6 +121,7 @@ class Compactor {
       layer.positions(target, head)[to] = layer.positions(source, head)[from];
   }
 
+  Ranker<T> ranker_;
   std::vector<float> ranks_, pooled_;
   std::vector<int64_t> order_;
   std::vector<std::pair<int32_t, int64_t>> by_age_;

@@ -35,6 +35,9 @@ struct Float16 {
   }
 };
 
+// What a token ranks by: vllm_h2o.config.RANKS, in that order.
+enum Rank : int64_t { kSum = 0, kMean, kValue, kKeys, kRandom, kAge };
+
 enum Dtype : int64_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
 // Inside a block lie, per KV head, K as [head_size, block_size] and V as [block_size, head_size]; behind
@@ -53,6 +56,7 @@ struct Layer {
   const float* sinks;  // [num_heads] or null
   double scale;
   double softcap;  // 0 = off
+  int64_t salt;    // tells layers apart where something is drawn
 
   int64_t element_bytes() const { return dtype == kFloat32 ? 4 : 2; }
   int64_t query_bytes() const { return num_kv_heads * group * head_size * element_bytes(); }
@@ -88,6 +92,7 @@ struct ScoreRow {
 struct DropRow {
   int64_t num_live;
   int64_t num_dropped;  // tokens, a multiple of the block size
+  int64_t num_tokens;   // of the request so far, dropped ones too
   const int32_t* blocks;
 };
 
@@ -107,6 +112,8 @@ struct Step {
   int64_t recent_tokens;
   int64_t score_pool;
   int64_t by_block;
+  int64_t rank_by;
+  const float* total_weights;  // for kMean: [n - 1] is the weight of n queries
 };
 
 // The queries of the batch: [num_tokens, num_heads, head_size] with tokens some bytes apart.

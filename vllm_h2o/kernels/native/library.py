@@ -10,7 +10,7 @@ import torch
 
 from vllm_h2o.kernels.native.build import BuildError, build
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Codes of the dtypes of a cache."""
@@ -33,6 +33,7 @@ class Layer(ctypes.Structure):
         ("sinks", c_void_p),
         ("scale", c_double),
         ("softcap", c_double),
+        ("salt", c_int64),
     ]
 
 
@@ -55,6 +56,8 @@ class Step(ctypes.Structure):
         ("recent_tokens", c_int64),
         ("score_pool", c_int64),
         ("by_block", c_int64),
+        ("rank_by", c_int64),
+        ("total_weights", c_void_p),
     ]
 
 
@@ -71,7 +74,9 @@ SCORE_ROW = np.dtype(
 )
 """``h2o::ScoreRow``."""
 
-DROP_ROW = np.dtype([("num_live", np.int64), ("num_dropped", np.int64), ("blocks", np.uintp)])
+DROP_ROW = np.dtype(
+    [("num_live", np.int64), ("num_dropped", np.int64), ("num_tokens", np.int64), ("blocks", np.uintp)]
+)
 """``h2o::DropRow``."""
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_h2o.config import KVPolicyConfig
+from vllm_h2o.config import RANKS, KVPolicyConfig
 from vllm_h2o.kernels.base import Kernels, LayerSizes, LayerState, PreparedStep
 from vllm_h2o.kernels.native import library
 from vllm_h2o.step_plan import BlockTable, DropRows, ScoreRows, StepPlan
@@ -33,6 +33,10 @@ class NativeKernels(Kernels):
 
     def scratch_bytes(self, sizes: LayerSizes) -> int:
         live_tokens = self.config.max_blocks_per_request * self.config.block_size
+        if not self.config.scores_attention:
+            # The directions of one head's keys in each thread.
+            by_keys = self.config.rank_by == "keys"
+            return 4 * live_tokens * sizes.head_size * torch.get_num_threads() if by_keys else 0
         per_thread = self._library.h2o_scratch_bytes(live_tokens, sizes.num_kv_heads, sizes.head_size)
         return int(per_thread)
 
@@ -73,6 +77,8 @@ class NativeStep(PreparedStep):
             recent_tokens=config.recent_tokens,
             score_pool=config.score_pool,
             by_block=config.granularity == "block",
+            rank_by=RANKS.index(config.rank_by),
+            total_weights=0 if plan.drops is None else self._address(plan.drops.total_weights),
         )
         self._step_address = ctypes.addressof(self._step)
 
@@ -119,6 +125,7 @@ def _layer(state: LayerState) -> library.Layer:
         sinks=None if sinks is None else sinks.data_ptr(),
         scale=state.shape.scale,
         softcap=state.shape.softcap,
+        salt=state.salt,
     )
 
 
@@ -152,5 +159,6 @@ def _drop_rows(rows: DropRows | None) -> npt.NDArray[Any]:
     if rows is not None:
         packed["num_live"] = rows.num_live
         packed["num_dropped"] = rows.num_dropped
+        packed["num_tokens"] = rows.num_tokens
         packed["blocks"] = _row_addresses(rows.live_table)
     return packed

@@ -22,9 +22,13 @@ void start_blocks(const Layer& layer, const Step& step) {
   const int64_t bs = layer.block_size;
   for (int64_t i = 0; i < step.num_started; ++i)
     for (int64_t head = 0; head < layer.num_kv_heads; ++head) {
-      std::fill_n(layer.scores(step.started_blocks[i], head), bs, 0.0f);
+      const int32_t* positions = step.started_positions + i * bs;
+      float* scores = layer.scores(step.started_blocks[i], head);
+      std::fill_n(scores, bs, 0.0f);
+      if (step.rank_by == kRandom)
+        for (int64_t j = 0; j < bs; ++j) scores[j] = drawn_score(layer, positions[j], head);
       if (layer.positions_offset_bytes)
-        std::copy_n(step.started_positions + i * bs, bs, layer.positions(step.started_blocks[i], head));
+        std::copy_n(positions, bs, layer.positions(step.started_blocks[i], head));
     }
 }
 
@@ -42,7 +46,7 @@ void after_attention(const Layer& layer, const Step& step, const Queries& batch)
 extern "C" {
 
 // Changed whenever the structures or their meaning change; Python checks it.
-int64_t h2o_abi_version() { return 1; }
+int64_t h2o_abi_version() { return 2; }
 
 int64_t h2o_scratch_bytes(int64_t num_live, int64_t num_kv_heads, int64_t head_size) {
   return h2o::scratch_bytes(num_live, num_kv_heads, head_size, omp_get_max_threads());

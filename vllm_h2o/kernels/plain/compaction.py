@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_h2o.kernels.plain.ranks import RankRule, token_ranks
 from vllm_h2o.layout import PagedLayer
 
 
@@ -35,6 +36,7 @@ class Compaction:
         pinned_tokens: the same for all rows.
         score_pool: odd number of neighbours whose maximum a token takes as its rank.
         by_block: drop whole blocks, by the sum of their tokens' ranks.
+        rule: what tokens rank by.
     """
 
     blocks: torch.Tensor
@@ -45,6 +47,7 @@ class Compaction:
     pinned_tokens: int
     score_pool: int
     by_block: bool
+    rule: RankRule
 
 
 def compact(layer: PagedLayer, plan: Compaction) -> torch.Tensor:
@@ -53,17 +56,17 @@ def compact(layer: PagedLayer, plan: Compaction) -> torch.Tensor:
     Returns:
         ``[R, H, S]`` bool: the slots whose token was dropped, before anything moved.
     """
-    scores = layer.scores[plan.blocks].transpose(1, 2).flatten(2)
     positions = None
     if layer.positions is not None:
         positions = layer.positions[plan.blocks].transpose(1, 2).flatten(2)
-    victims = select_victims(scores, positions, plan, layer.block_size)
+    ranks = token_ranks(layer, plan.blocks, plan.live, plan.rule, positions)
+    victims = select_victims(ranks, positions, plan, layer.block_size)
     _move(layer, plan, source=plan.freed & ~victims, target=victims & ~plan.freed)
     return victims
 
 
 def select_victims(
-    scores: torch.Tensor, positions: torch.Tensor | None, plan: Compaction, block_size: int
+    ranks: torch.Tensor, positions: torch.Tensor | None, plan: Compaction, block_size: int
 ) -> torch.Tensor:
     """The ``num_dropped_tokens`` eligible tokens of each row and head that rank lowest.
 
@@ -71,7 +74,7 @@ def select_victims(
     ranks common, so with it single tokens go strictly by age.
 
     Args:
-        scores: ``[R, H, S]`` float32.
+        ranks: ``[R, H, S]`` float32, before pooling.
         positions: ``[R, H, S]`` int32 or None; needed for pooling, whose neighbours are neighbours in the
             text among the live tokens that aren't pinned (those may be shared, so they keep no scores).
 
@@ -79,7 +82,7 @@ def select_victims(
         ``[R, H, S]`` bool.
     """
     # A model that produced NaN must not make us drop what is pinned.
-    scores = torch.nan_to_num(scores, nan=torch.finfo(scores.dtype).max)
+    ranks = torch.nan_to_num(ranks, nan=torch.finfo(ranks.dtype).max)
     by_age = None
     if plan.score_pool > 1:
         assert positions is not None, "pooling needs positions"
@@ -87,15 +90,13 @@ def select_victims(
         # Pinned tokens are the oldest, recent ones the newest: masks by slot hold by age as well.
         poolable = plan.live.clone()
         poolable[:, :, : plan.pinned_tokens] = False
-        ranks = scores.gather(2, by_age).masked_fill_(~poolable, -torch.inf)
+        ranks = ranks.gather(2, by_age).masked_fill_(~poolable, -torch.inf)
         ranks = torch.nn.functional.max_pool1d(ranks, plan.score_pool, stride=1, padding=plan.score_pool // 2)
         if plan.by_block:
-            scores, by_age = torch.empty_like(scores).scatter_(2, by_age, ranks), None
-        else:
-            scores = ranks
+            ranks, by_age = torch.empty_like(ranks).scatter_(2, by_age, ranks), None
     if plan.by_block:
-        return _lowest_blocks(scores, plan, block_size)
-    victims = _lowest(scores, plan.eligible, plan.num_dropped_tokens)
+        return _lowest_blocks(ranks, plan, block_size)
+    victims = _lowest(ranks, plan.eligible, plan.num_dropped_tokens)
     if by_age is not None:
         victims = torch.empty_like(victims).scatter_(2, by_age, victims)
     return victims

@@ -10,6 +10,7 @@ import torch
 from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.kernels.base import Kernels, LayerSizes, LayerState, PreparedStep
 from vllm_h2o.kernels.plain.compaction import Compaction, compact
+from vllm_h2o.kernels.plain.ranks import RankRule, drawn_scores
 from vllm_h2o.kernels.plain.scoring import (
     TILE_BYTES,
     DecodeFlush,
@@ -44,12 +45,16 @@ class PlainKernels(Kernels):
             started_positions=tensor(plan.started_positions),
             scores=tuple(scores),
             compaction=None if plan.drops is None else _compaction(plan.drops, config),
+            draws=config.rank_by == "random",
         )
 
     def scratch_bytes(self, sizes: LayerSizes) -> int:
         """The keys of the longest rows as float32, their logits, and the probabilities beside those."""
         config = self.config
         live_tokens = config.max_blocks_per_request * config.block_size
+        if not config.scores_attention:
+            # The keys of one row and their directions, as float32.
+            return 3 * 4 * live_tokens * sizes.num_kv_heads * sizes.head_size
         flushed_slots = max(MAX_FLUSH_SLOTS, config.budget_tokens)
         gathered = 4 + sizes.element_bytes  # the float32 copy, and the gathered blocks before it
         logits = max(
@@ -71,6 +76,7 @@ class PlainStep(PreparedStep):
     started_positions: torch.Tensor
     scores: tuple[DecodeFlush | PrefillChunk, ...]
     compaction: Compaction | None
+    draws: bool
 
     def after_attention(self, layer: LayerState, query: torch.Tensor) -> None:
         cache = layer.cache
@@ -78,6 +84,9 @@ class PlainStep(PreparedStep):
             layer.ring[self.append_slots] = query[self.append_tokens]
         if self.started_blocks.numel():
             cache.start_blocks(self.started_blocks, self.started_positions)
+            if self.draws:
+                drawn = drawn_scores(self.started_positions, cache.scores.shape[1], layer.salt)
+                cache.scores[self.started_blocks] = drawn
         for work in self.scores:
             if isinstance(work, DecodeFlush):
                 ring = layer.ring.unflatten(0, (-1, cache.block_size))
@@ -158,6 +167,7 @@ def _compaction(rows: DropRows, config: KVPolicyConfig) -> Compaction:
         pinned_tokens=config.pinned_tokens,
         score_pool=config.score_pool,
         by_block=config.granularity == "block",
+        rule=RankRule(config.rank_by, tensor(rows.num_tokens), tensor(rows.total_weights)),
     )
 
 

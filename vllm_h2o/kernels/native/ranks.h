@@ -1,0 +1,81 @@
+// What tokens rank by when some have to go: vllm_h2o/kernels/plain/ranks.py says what and why.
+
+#pragma once
+
+#include <cmath>
+#include <vector>
+
+#include "layer.h"
+
+namespace h2o {
+
+// In [0, 1): a hash of position, layer and head.
+inline float drawn_score(const Layer& layer, int32_t position, int64_t head) {
+  uint32_t x = uint32_t(position) * 0x9E3779B1u +
+               uint32_t(head + layer.salt * layer.num_kv_heads) * 0x85EBCA77u;
+  for (uint32_t factor : {0x7FEB352Du, 0x846CA68Bu}) x = (x ^ x >> 16) * factor;
+  return float((x ^ x >> 16) >> 8) / float(1 << 24);
+}
+
+template <typename T>
+class Ranker {
+ public:
+  // ranks[slot] of one row and head.
+  void rank(const Layer& layer, const Step& step, const DropRow& row, int64_t head, float* ranks) {
+    if (step.rank_by == kKeys) return key_differences(layer, row, head, ranks);
+    const int64_t bs = layer.block_size;
+    for (int64_t slot = 0; slot < row.num_live; ++slot) {
+      const int64_t block = row.blocks[slot / bs], offset = slot % bs;
+      const float score = layer.scores(block, head)[offset];
+      switch (step.rank_by) {
+        case kAge: ranks[slot] = 0; break;
+        case kMean: {
+          const int64_t num_queries = row.num_tokens - layer.positions(block, head)[offset];
+          ranks[slot] = score / step.total_weights[num_queries - 1];
+          break;
+        }
+        case kValue: ranks[slot] = score * value_norm(layer, block, head, offset); break;
+        default: ranks[slot] = score;
+      }
+    }
+  }
+
+ private:
+  static float value_norm(const Layer& layer, int64_t block, int64_t head, int64_t offset) {
+    const T* value = layer.values<T>(block, head) + offset * layer.head_size;
+    float sum = 0;
+    for (int64_t d = 0; d < layer.head_size; ++d) sum += std::abs(float(value[d]));
+    return sum;
+  }
+
+  // 1 - cos(key, mean of the normalised keys).
+  void key_differences(const Layer& layer, const DropRow& row, int64_t head, float* ranks) {
+    const int64_t bs = layer.block_size, size = layer.head_size;
+    anchor_.assign(size, 0.0f);
+    directions_.resize(row.num_live * size);
+    for (int64_t slot = 0; slot < row.num_live; ++slot) {
+      const T* key = layer.keys<T>(row.blocks[slot / bs], head) + slot % bs;
+      float* direction = &directions_[slot * size];
+      for (int64_t d = 0; d < size; ++d) direction[d] = key[d * bs];
+      normalise(direction, size);
+      for (int64_t d = 0; d < size; ++d) anchor_[d] += direction[d];
+    }
+    normalise(anchor_.data(), size);
+    for (int64_t slot = 0; slot < row.num_live; ++slot) {
+      float cosine = 0;
+      for (int64_t d = 0; d < size; ++d) cosine += directions_[slot * size + d] * anchor_[d];
+      ranks[slot] = 1 - cosine;
+    }
+  }
+
+  static void normalise(float* vector, int64_t size) {
+    float squares = 0;
+    for (int64_t d = 0; d < size; ++d) squares += vector[d] * vector[d];
+    const float norm = std::max(std::sqrt(squares), 1e-12f);  // as torch's normalize
+    for (int64_t d = 0; d < size; ++d) vector[d] /= norm;
+  }
+
+  std::vector<float> anchor_, directions_;
+};
+
+}  // namespace h2o
