@@ -40,8 +40,14 @@ DEFAULTS: dict[str, Any] = {
 
 @contextmanager
 def engine(model: str = MODEL, policy: dict[str, Any] | None = None, **options: Any) -> Iterator[LLM]:
-    """A vLLM engine with the given policy settings (None: plain vLLM), shut down on exit."""
-    additional_config = {} if policy is None else {"kv_policy": {"name": "h2o", **policy}}
+    """A vLLM engine with the given policy settings (None: plain vLLM), shut down on exit.
+
+    Without a name it is h2o as published, beside one pinned block.
+    """
+    paper = {"name": "h2o", "preset": "paper", "pin_tokens": 32}
+    additional_config = {}
+    if policy is not None:
+        additional_config["kv_policy"] = policy if "name" in policy else {**paper, **policy}
     llm = LLM(model, additional_config=additional_config, **{**DEFAULTS, **options})
     try:
         yield llm
@@ -137,7 +143,7 @@ def take_traces(llm: LLM) -> list[RequestTrace]:
         request_of_step.append(current[first_block])
         request_of_step[-1].step_sizes.append(new)
     by_step: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
-    for step, layer_name, positions in trace["kept"]:
+    for step, layer_name, positions, _ in trace["kept"]:
         by_step[step][int(re.search(r"\.(\d+)\.", layer_name)[1])] = torch.tensor(positions)
     for step in sorted(by_step):
         request_of_step[step].kept.append(by_step[step])

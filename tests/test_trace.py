@@ -30,12 +30,16 @@ def test_kept_positions_are_those_left_after_the_move() -> None:
     )
     log.add_compaction("layer.3", pages.layer, drops.kept_blocks(1, 4), [8, 8], (0, 2))
     assert log.steps == [(7, 15, 1), (8, 3, 1), (9, 11, 1)]
-    kept = [(step, name, [sorted(head) for head in heads]) for step, name, heads in log.kept]
+    kept = [(step, name, [sorted(head) for head in heads]) for step, name, heads, _ in log.kept]
     pinned = [0, 1, 2, 3]
     assert kept == [
         (0, "layer.3", [[*pinned, 12, 13, 14, 15], [*pinned, 4, 13, 14, 15]]),
         (2, "layer.3", [[*pinned, 8, 9, 10, 11], [*pinned, 4, 9, 10, 11]]),
     ]
+    # Scores went along with their tokens.
+    for _, _, (first, second), (first_scores, second_scores) in log.kept:
+        assert first_scores == [float(position) for position in first]
+        assert second_scores == [-float(position) for position in second]
 
 
 def test_taking_starts_anew_and_leaves_what_was_taken_alone() -> None:

@@ -28,6 +28,7 @@ class KVPolicySettings:
     """
 
     name: str | None = None
+    preset: str | None = None
     budget: int | float | str | None = None
     recent: int | float | str | None = None
     pin_tokens: int | None = None
@@ -115,9 +116,19 @@ class KVPolicySettings:
         Raises:
             ConfigError: names the setting, its value, the limit and the fix.
         """
-        notes: list[str] = []
         policy = policies.load(str(self.name))
-        chosen = self._of_policy(policy)
+        return self._of_policy(policy)._resolve(
+            policy,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            max_in_flight_tokens=max_in_flight_tokens,
+        )
+
+    def _resolve(
+        self, policy: type[Policy], *, max_model_len: int, block_size: int, max_in_flight_tokens: int
+    ) -> tuple[KVPolicyConfig, list[str]]:
+        """``resolve``, once every setting of the policy has a value."""
+        notes: list[str] = []
         budget = num_tokens("--kv-budget", 0.2 if self.budget is None else self.budget, max_model_len)
         rounded = -(-budget // block_size) * block_size
         if rounded != budget:
@@ -136,12 +147,12 @@ class KVPolicySettings:
             name=str(self.name),
             block_size=block_size,
             budget_tokens=rounded,
-            recent_tokens=chosen._recent_tokens(rounded),
+            recent_tokens=self._recent_tokens(rounded),
             pinned_blocks=pinned_blocks,
             granularity=_one_of("--kv-granularity", self.granularity, GRANULARITIES),
-            score_half_life_tokens=chosen._half_life(),
-            score_pool=chosen._pool(rounded),
-            score_window_tokens=chosen._window(block_size),
+            score_half_life_tokens=self._half_life(),
+            score_pool=self._pool(rounded),
+            score_window_tokens=self._window(block_size),
             rank_by=_one_of("--kv-score-rank", self.score_rank, policy.ranks),
             max_model_len=max_model_len,
             max_in_flight_tokens=max_in_flight_tokens,
@@ -154,7 +165,7 @@ class KVPolicySettings:
                     f"budget {rounded} is over max_model_len {max_model_len}: nothing is ever evicted"
                 )
         elif _room(config) < block_size:
-            smallest = chosen._smallest_budget(config)
+            smallest = self._smallest_budget(config)
             default = f" (the default, 0.2 of --max-model-len {max_model_len})" if self.budget is None else ""
             raise ConfigError(
                 "--kv-budget",
@@ -182,8 +193,20 @@ class KVPolicySettings:
                     flag_of(field), value, f"it has no effect under --kv-policy {self.name}",
                     f"Drop it. This policy uses {', '.join(used) or 'no such flag'}",
                 )  # fmt: skip
-        missing = {name: value for name, value in policy.defaults.items() if getattr(self, name) is None}
+        filled = {**policy.defaults, **self._preset(policy)}
+        missing = {name: value for name, value in filled.items() if getattr(self, name) is None}
         return replace(self, **missing)
+
+    def _preset(self, policy: type[Policy]) -> Mapping[str, Any]:
+        if self.preset is None:
+            return {}
+        if self.preset not in policy.presets:
+            known = ", ".join(sorted(policy.presets))
+            raise ConfigError(
+                "--kv-preset", self.preset, f"--kv-policy {self.name} has no such preset",
+                f"Use one of {known}" if known else "Leave it out",
+            )  # fmt: skip
+        return policy.presets[self.preset]
 
     def _recent_tokens(self, budget_tokens: int) -> int:
         return num_tokens(
@@ -196,13 +219,13 @@ class KVPolicySettings:
         return bool(self.trace)
 
     def _half_life(self) -> float | None:
-        if self.score_half_life is None:
+        if self.score_half_life in (None, "none"):
             return None
         value = number("--kv-score-half-life", self.score_half_life)
         if value <= 0:
             raise ConfigError(
                 "--kv-score-half-life", self.score_half_life, "it must be a positive number of tokens",
-                "Leave it out for the paper's plain sum",
+                "Give none for the paper's plain sum",
             )  # fmt: skip
         return value
 

@@ -21,12 +21,13 @@ class TraceLog:
 
     Attributes:
         steps: one ``(first_block_id, computed_tokens, new_tokens)`` per row and step.
-        kept: one ``(index into steps, layer_name, positions)`` per row, layer and compaction;
-            ``positions`` are nested lists ``[num_kv_heads][live tokens]``, unsorted.
+        kept: one ``(index into steps, layer_name, positions, scores)`` per row, layer and compaction;
+            both are nested lists ``[num_kv_heads][live tokens]``, unsorted. Scores of pinned tokens, and of
+            policies that keep none, mean nothing.
     """
 
     steps: list[tuple[int, int, int]] = field(default_factory=list)
-    kept: list[tuple[int, str, list[list[int]]]] = field(default_factory=list)
+    kept: list[tuple[int, str, list[list[int]], list[list[float]]]] = field(default_factory=list)
 
     def add_steps(self, first_blocks: Any, computed: Any, new: Any) -> int:
         """Record one step of every row; returns the index of the first row's entry."""
@@ -50,8 +51,12 @@ class TraceLog:
         """
         assert layer.positions is not None, "tracing tracks positions"
         for blocks, count, step_index in zip(kept_blocks, num_kept_tokens, step_indices, strict=True):
-            positions = layer.positions[torch.from_numpy(blocks).long()].transpose(0, 1).flatten(1)
-            self.kept.append((step_index, layer_name, positions[:, :count].tolist()))
+            ids = torch.from_numpy(blocks).long()
+            positions, scores = (
+                view[ids].transpose(0, 1).flatten(1)[:, :count].tolist()
+                for view in (layer.positions, layer.scores)
+            )
+            self.kept.append((step_index, layer_name, positions, scores))
 
     def take(self) -> dict[str, list[Any]]:
         """Hand over what was recorded and start anew."""

@@ -70,7 +70,12 @@ class PromptBuilder:
         return ids
 
     def _frame(self) -> tuple[str, str]:
-        """What the chat format puts before and after the user's words, up to where the answer begins."""
+        """What the chat format puts before and after the user's words, up to where the answer begins.
+
+        A base model has none: there the answer follows on a line of its own.
+        """
+        if self.tokenizer.chat_template is None:
+            return self.tokenizer.bos_token or "", "\n"
         said = [{"role": "user", "content": _PLACE}]
         text: str = self.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
         before, _, after = text.partition(_PLACE)

@@ -122,10 +122,10 @@ def _long(plan: Plan, model: Path, builder: PromptBuilder, contender: Contender,
 def _kept_at_the_end(llm: Any) -> list[int]:
     """Positions that were left by the last compaction, of all layers and heads together."""
     ((trace,),) = llm.collective_rpc("take_kv_trace")
-    last = max(step for step, _, _ in trace["kept"])
+    last = max(step for step, *_ in trace["kept"])
     return [
         position
-        for step, _, heads in trace["kept"]
+        for step, _, heads, _ in trace["kept"]
         if step == last
         for positions in heads
         for position in positions

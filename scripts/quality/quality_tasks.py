@@ -113,11 +113,11 @@ def key_value(draw: random.Random, depth: float | None, pairs: int = 8) -> Examp
     asked = draw.choice(keys)
     return Example(
         task="key_value",
-        facts=tuple((where, f"\n{key}: {value}") for key, value in values.items()),
+        facts=tuple((where, f"\nThe value of the key {key} is {value}.") for key, value in values.items()),
         filler="prose",
         instruction="The following text has a list of keys and values.\n",
         question=f"\n\nWhat is the value of the key {asked}?",
-        answer_start=f"{asked}:",
+        answer_start=f"The value of the key {asked} is",
         answers=(values[asked],),
         max_tokens=10,
     )

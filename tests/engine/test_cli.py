@@ -38,12 +38,14 @@ FLAGS = [
 ]
 SETTINGS: dict[str, Any] = {
     "name": "h2o",
+    "preset": "paper",
     "budget": 512,
     "recent": 0.25,
     "pin_tokens": 64,
     "granularity": "block",
     "score_half_life": 32.5,
     "score_pool": 3,
+    "score_rank": "value",
 }
 LIMITS = ["--max-model-len", "2048", "--max-num-batched-tokens", "256"]
 
@@ -208,6 +210,7 @@ def test_every_way_in_gives_the_same_policy(way: Any, tmp_path: Path) -> None:
         granularity="block",
         score_half_life_tokens=32.5,
         score_pool=3,
+        rank_by="value",
         max_model_len=2048,
         max_in_flight_tokens=256,
     )

@@ -70,6 +70,6 @@ def test_two_ranks_equal_one(tmp_path: Path) -> None:
     assert single["kept"], "nothing was evicted, so nothing was tested"
     # Each rank holds one of the two KV heads, and keeps for it what the single worker keeps.
     for whole, *halves in zip(single["kept"], first_rank[0]["kept"], second_rank[0]["kept"], strict=True):
-        step, layer_name, positions = whole
+        step, layer_name, positions, _ = whole
         assert [half[:2] for half in halves] == [[step, layer_name]] * 2
         assert [sorted(head) for half in halves for head in half[2]] == [sorted(h) for h in positions]

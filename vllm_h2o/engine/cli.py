@@ -20,6 +20,8 @@ GROUP = "KVPolicy"
 
 _HELP = {
     "name": f"Bound the KV cache of every request with this policy: {', '.join(policies.names())}.",
+    "preset": "Take the policy's settings from a named set instead of its defaults: paper (h2o) is the "
+    "algorithm exactly as published. Other flags still count.",
     "budget": "Most tokens whose KV a request keeps after a step: a count (512), or a fraction of "
     "--max-model-len (0.2, the default). Rounded up to whole blocks.",
     "recent": "Newest tokens that are never dropped: a count, or a fraction of the budget (default 0.5).",

@@ -21,11 +21,13 @@ class Policy:
         settings: names of the settings that it uses beside budget, pinned tokens and granularity; others
             are refused.
         defaults: values of settings where they differ from the general ones.
+        presets: named sets of settings that take the place of the defaults (``--kv-preset``).
     """
 
     ranks: ClassVar[tuple[RankBy, ...]]
     settings: ClassVar[frozenset[str]] = frozenset()
     defaults: ClassVar[Mapping[str, Any]] = {}
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     def __init__(self, config: KVPolicyConfig) -> None:
         self.config = config
