@@ -32,7 +32,8 @@ BATCH, CONTEXT_TOKENS, DECODE_STEPS, BLOCK_TOKENS = 8, 2048, 128, 32
 KV_CACHE_BYTES = 2 * 1024**3
 VARIANTS: dict[str, dict[str, Any] | None] = {
     "plain": None,
-    "scored": {"name": "h2o", "budget": 4096},  # never reached by 2,048 + 128 tokens
+    # The budget is never reached by 2,048 + 128 tokens.
+    "scored": {"name": "h2o", "preset": "paper", "pin_tokens": 32, "budget": 4096},
     "unlimited": {"name": "h2o", "budget": 1.0},
 }
 

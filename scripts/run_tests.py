@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Sets up the environment, then runs the linters, the type checker, the tests and the quick load test.
+"""Sets up the environment, then runs linters, type checker, tests, and quick load and quality tests.
 
 Arguments go to pytest, and then only pytest runs: `python3 scripts/run_tests.py tests/test_x.py -k
 name`. The exit status is that of the first step that fails.
@@ -55,10 +55,14 @@ def main(pytest_arguments: list[str]) -> int:
         return status
     if pytest_arguments:
         return 0
-    # Fails when serving with a policy has become slower than the floors in configs/load/quick.yaml.
-    print("\n==> load test", flush=True)
-    load_test = [str(VENV_PYTHON), "scripts/load_test.py", "--quick", "--results", ".cache/load"]
-    return subprocess.run(load_test, cwd=ROOT).returncode
+    # They fail when serving has become slower than the floors in configs/load/quick.yaml, or answers have
+    # become worse than configs/quality/quick.yaml expects.
+    for name, results in (("load_test", ".cache/load"), ("eval_quality", ".cache/quality")):
+        print(f"\n==> {name}.py --quick", flush=True)
+        command = [str(VENV_PYTHON), f"scripts/{name}.py", "--quick", "--results", results]
+        if status := subprocess.run(command, cwd=ROOT).returncode:
+            return status
+    return 0
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ seeds: [0, 1]
 prompt_tokens: 640
 forced_texts: 1
 forced_tokens: 512
-forced_chunk_tokens: 256
+chunk_tokens: 256
 long_prompt_tokens: 64
 long_tokens: 128
 expect:
@@ -66,7 +66,7 @@ def test_the_right_answer_scores_and_others_do_not(task: str) -> None:
         # The answer has to be found, not guessed from the question.
         for answer in example.answers:
             assert answer not in example.question + example.answer_start
-        told = example.instruction + "".join(text for _, text in example.facts)
+        told = example.system + example.instruction + "".join(text for _, text in example.facts)
         assert all(answer in told for answer in example.answers)
         assert list(example.facts) == sorted(example.facts, key=lambda fact: fact[0])
 

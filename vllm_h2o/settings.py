@@ -33,7 +33,7 @@ class KVPolicySettings:
     recent: int | float | str | None = None
     pin_tokens: int | None = None
     granularity: str | None = None
-    score_half_life: float | None = None
+    score_half_life: float | str | None = None
     score_pool: int | None = None
     score_window: int | None = None
     score_rank: str | None = None

@@ -47,14 +47,16 @@ class Plan:
     """Contenders and what each of them has to do.
 
     Attributes:
-        contenders: per kind of measurement (``inside``, ``after``, ``forced``, ``long``) those that take
-            part; the full cache always does.
+        contenders: per kind of measurement those that take part; the full cache always does. Kinds are
+            retrieval with the question ``inside`` the prompt, the same with the prompt read in chunks
+            (``chunked``), with the question ``after`` the context was cut; ``forced``: likelihood of text;
+            ``long``: a long answer.
         tasks: retrieval tasks.
         examples: per task.
         seeds: the examples are those of every seed.
         prompt_tokens: length of a prompt, or of what comes before the question.
-        forced_texts, forced_tokens, forced_chunk_tokens: teacher forcing: how many texts, how long, and in
-            which chunks they are read.
+        chunk_tokens: of ``chunked`` and ``forced``.
+        forced_texts, forced_tokens: teacher forcing: how many texts, and how long.
         long_prompt_tokens, long_tokens: long generation.
         expect: what must hold of retrieval: ``kind``, ``contender`` and ``budget_percent``, and ``of_full``
             (lowest share of the full cache's mean) or ``above`` (contenders of the same budget to beat).
@@ -68,13 +70,13 @@ class Plan:
     prompt_tokens: int
     forced_texts: int
     forced_tokens: int
-    forced_chunk_tokens: int
+    chunk_tokens: int
     long_prompt_tokens: int
     long_tokens: int
     expect: tuple[dict[str, Any], ...] = ()
 
 
-_KINDS = ("inside", "after", "forced", "long")
+_KINDS = ("inside", "chunked", "after", "forced", "long")
 
 
 def read(path: Path) -> Plan:

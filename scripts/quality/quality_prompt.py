@@ -41,7 +41,7 @@ class PromptBuilder:
         Raises:
             PromptError: facts and question alone are longer.
         """
-        before, after = self._frame()
+        before, after = self._frame(example.system)
         head = self._encode(before + example.instruction)
         question = self._encode(example.question + after + example.answer_start)
         facts = [(depth, self._encode(text)) for depth, text in example.facts]
@@ -69,14 +69,15 @@ class PromptBuilder:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    def _frame(self) -> tuple[str, str]:
+    def _frame(self, system: str) -> tuple[str, str]:
         """What the chat format puts before and after the user's words, up to where the answer begins.
 
         A base model has none: there the answer follows on a line of its own.
         """
         if self.tokenizer.chat_template is None:
-            return self.tokenizer.bos_token or "", "\n"
-        said = [{"role": "user", "content": _PLACE}]
+            return (self.tokenizer.bos_token or "") + (f"{system}\n\n" if system else ""), "\n"
+        said = [{"role": "system", "content": system}] if system else []
+        said.append({"role": "user", "content": _PLACE})
         text: str = self.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
         before, _, after = text.partition(_PLACE)
         return before, after

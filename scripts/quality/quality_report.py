@@ -17,6 +17,13 @@ _CHANCE = 0.5
 """Tasks that the full cache itself solves less often say nothing about policies."""
 
 
+_TITLES = {
+    "inside": "Question in the prompt",
+    "chunked": "Question in the prompt, which is read and cut in chunks",
+    "after": "Question after the context was cut",
+}
+
+
 def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
     """95 % bootstrap interval of the mean."""
     draw = random.Random(seed)
@@ -38,7 +45,7 @@ def retrieval_mean(record: Record, tasks: Sequence[str]) -> tuple[float, tuple[f
 def summary(plan: Plan, records: Sequence[Record]) -> list[Record]:
     """Per retrieval record its mean over usable tasks, and that relative to the full cache."""
     found = []
-    for kind in ("inside", "after"):
+    for kind in _TITLES:
         of_kind = [r for r in records if r["kind"] == kind]
         tasks = solved_tasks(of_kind[0]) if of_kind else ()
         for record in of_kind if tasks else ():
@@ -67,9 +74,8 @@ def _label(record: Record) -> str:
 
 
 def _retrieval_tables(plan: Plan, records: Sequence[Record]) -> Iterator[str]:
-    titles = {"inside": "Question in the prompt", "after": "Question after the context was cut"}
     means = {(s["kind"], s["contender"], s["budget_percent"]): s for s in summary(plan, records)}
-    for kind, title in titles.items():
+    for kind, title in _TITLES.items():
         of_kind = [r for r in records if r["kind"] == kind]
         if not of_kind:
             continue
@@ -136,9 +142,12 @@ def plot(plan: Plan, records: Sequence[Record], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
     found = summary(plan, records)
-    for axis, kind, title in zip(axes, ("inside", "after"), ("in the prompt", "after the cut"), strict=False):
+    kinds = list(dict.fromkeys(s["kind"] for s in found))
+    figure, axes = plt.subplots(
+        1, len(kinds) + 1, figsize=(5.5 * len(kinds) + 5.5, 4.5), layout="constrained"
+    )
+    for axis, kind in zip(axes, kinds, strict=False):
         of_kind = [s for s in found if s["kind"] == kind]
         names = dict.fromkeys(s["contender"] for s in of_kind if s["contender"] != FULL)
         for name in names:
@@ -156,7 +165,9 @@ def plot(plan: Plan, records: Sequence[Record], path: Path) -> None:
         for s in of_kind:
             if s["contender"] == FULL:
                 axis.axhline(s["mean"], color="black", linestyle=":", label=FULL)
-        axis.set(title=f"retrieval, question {title}", xlabel="budget, % of the prompt", ylim=(0, 1.05))
+        axis.set(
+            title=_TITLES[kind], xlabel="budget, % of the prompt", ylim=(0, 1.05), ylabel="answers found"
+        )
         if names:
             axis.legend(fontsize="small")
     forced = [r for r in records if r["kind"] == "forced"]
@@ -164,8 +175,8 @@ def plot(plan: Plan, records: Sequence[Record], path: Path) -> None:
         full = statistics.fmean(forced[0]["nll"])
         labels = [f"{r['contender']}, {r['budget_percent']} %" for r in forced[1:]]
         rises = [100 * (statistics.fmean(r["nll"]) / full - 1) for r in forced[1:]]
-        axes[2].barh(labels[::-1], rises[::-1])
-        axes[2].set(title="natural text: rise of NLL, %")
+        axes[-1].barh(labels[::-1], rises[::-1])
+        axes[-1].set(title="natural text: rise of NLL, %")
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

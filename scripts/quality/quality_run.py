@@ -36,11 +36,15 @@ def run(plan: Plan, model: Path) -> Iterator[Record]:
 
 
 def _inside(plan: Plan, model: Path, builder: PromptBuilder, contender: Contender, full: Record) -> Record:
-    return _retrieval(plan, model, builder, contender, full, question_after=False)
+    return _retrieval(plan, model, builder, contender, full, plan.prompt_tokens, question_after=False)
+
+
+def _chunked(plan: Plan, model: Path, builder: PromptBuilder, contender: Contender, full: Record) -> Record:
+    return _retrieval(plan, model, builder, contender, full, plan.chunk_tokens, question_after=False)
 
 
 def _after(plan: Plan, model: Path, builder: PromptBuilder, contender: Contender, full: Record) -> Record:
-    return _retrieval(plan, model, builder, contender, full, question_after=True)
+    return _retrieval(plan, model, builder, contender, full, plan.prompt_tokens, question_after=True)
 
 
 def _retrieval(
@@ -49,11 +53,11 @@ def _retrieval(
     builder: PromptBuilder,
     contender: Contender,
     full: Record,
+    chunk_tokens: int,
     *,
     question_after: bool,
 ) -> Record:
-    """Scores of the tasks that the full cache solves. The prompt is one chunk; a question that comes after
-    is in the next one."""
+    """Scores of the tasks that the full cache solves. A question that comes after has a chunk of its own."""
     tasks = quality_report.solved_tasks(full) if full else plan.tasks
     asked: list[Example] = [
         example for task in tasks for seed in plan.seeds for example in examples(task, plan.examples, seed)
@@ -66,7 +70,7 @@ def _retrieval(
     ]
     longest = max(map(len, prompts)) + _ANSWER_TOKENS
     policy = contender.policy(plan.prompt_tokens)
-    with engine(model, policy, max_model_len=longest, chunk_tokens=plan.prompt_tokens) as llm:
+    with engine(model, policy, max_model_len=longest, chunk_tokens=chunk_tokens) as llm:
         texts = answers(llm, prompts, [example.max_tokens for example in asked])
     by_example = dict(zip(asked, texts, strict=True))
     scores: dict[str, list[float]] = {task: [] for task in tasks}
@@ -82,7 +86,7 @@ def _forced(plan: Plan, model: Path, builder: PromptBuilder, contender: Contende
     texts = [builder.text_ids(plan.forced_tokens, which) for which in range(plan.forced_texts)]
     length = plan.forced_tokens + BLOCK_TOKENS
     policy = contender.policy(plan.forced_tokens)
-    with engine(model, policy, max_model_len=length, chunk_tokens=plan.forced_chunk_tokens) as llm:
+    with engine(model, policy, max_model_len=length, chunk_tokens=plan.chunk_tokens) as llm:
         forced = [teacher_forced(llm, ids) for ids in texts]
         greedy = [continuation(llm, ids[: plan.forced_tokens // 2], 64) for ids in texts]
     reference: list[Forced] = full.get("_forced", forced)
@@ -144,6 +148,7 @@ def _first_difference(ids: list[int], other: list[int]) -> int:
 
 _MEASURES: dict[str, Callable[[Plan, Path, PromptBuilder, Contender, Record], Record]] = {
     "inside": _inside,
+    "chunked": _chunked,
     "after": _after,
     "forced": _forced,
     "long": _long,

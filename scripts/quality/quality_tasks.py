@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import string
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 CITIES = (
     *("Paris", "London", "Berlin", "Madrid", "Rome", "Vienna", "Oslo", "Dublin", "Athens", "Lisbon"),
@@ -30,6 +30,7 @@ class Example:
         answer_start: first words of the answer, given to the model.
         answers: what the answer must hold; the score is the share of them that it does.
         max_tokens: length of the answer.
+        system: what the system prompt says; empty where the model's own is left as it is.
     """
 
     task: str
@@ -40,6 +41,7 @@ class Example:
     answer_start: str
     answers: tuple[str, ...]
     max_tokens: int
+    system: str = ""
 
     def score(self, text: str) -> float:
         """Share of the answers that are in ``text``."""
@@ -191,7 +193,8 @@ def frequent_words(draw: random.Random, depth: float | None) -> Example:
 
 def instruction(draw: random.Random, depth: float | None) -> Example:
     """A rule at the very beginning, which must still be obeyed behind a long text."""
-    secret = draw.choice(CITIES)
+    while (secret := draw.choice(CITIES)) == "Paris":  # which the question names
+        pass
     return Example(
         task="instruction",
         facts=(),
@@ -204,11 +207,20 @@ def instruction(draw: random.Random, depth: float | None) -> Example:
     )
 
 
+def system_instruction(draw: random.Random, depth: float | None) -> Example:
+    """The same rule in a system prompt that is longer than the pinned block."""
+    told = instruction(draw, depth)
+    manners = (
+        "You are the assistant of a travel agency. Answer briefly, in plain words, and never guess. " * 3
+    )
+    return replace(told, task="system_instruction", instruction="", system=manners + told.instruction.strip())
+
+
 TASKS: dict[str, Callable[[random.Random, float | None], Example]] = {
     task.__name__: task
     for task in (
         *(needle_single, needle_noise, needle_multikey, needle_multivalue, needle_multiquery),
-        *(key_value, variable_tracking, common_words, frequent_words, instruction),
+        *(key_value, variable_tracking, common_words, frequent_words, instruction, system_instruction),
     )
 }
 
