@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+import machine
 from setup_steps import ROOT
 from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.kernels.base import AttentionShape, Kernels, LayerState
@@ -49,11 +49,14 @@ CONFIG = KVPolicyConfig(
     max_in_flight_tokens=BATCH_TOKENS,
 )
 
+POOLED = replace(CONFIG, recent_tokens=51, score_half_life_tokens=32.0, score_pool=15)
+"""The defaults of h2o; CONFIG is the paper."""
 
-def layer(dtype: torch.dtype) -> LayerState:
+
+def layer(dtype: torch.dtype, *, positions: bool) -> LayerState:
     """A layer with random keys, values, scores and kept queries."""
     content_bytes = KV_HEADS * BLOCK * 2 * HEAD_SIZE * dtype.itemsize
-    page_bytes = content_bytes + side_bytes_per_block(KV_HEADS, BLOCK, positions=False)
+    page_bytes = content_bytes + side_bytes_per_block(KV_HEADS, BLOCK, positions=positions)
     cache = (
         torch.zeros(BLOCKS * page_bytes, dtype=torch.int8)
         .view(dtype)
@@ -63,8 +66,11 @@ def layer(dtype: torch.dtype) -> LayerState:
         )
     )
     cache.copy_(torch.randn(cache.shape))
-    views = PagedLayer.from_cpu_cache(cache, positions=False)
+    views = PagedLayer.from_cpu_cache(cache, positions=positions)
     views.scores.uniform_()
+    if views.positions is not None:
+        # As after many compactions: in no order.
+        views.positions.copy_(torch.randint(8192, views.positions.shape))
     ring = torch.randn(RING_SLOTS * BLOCK, KV_HEADS * GROUP, HEAD_SIZE).to(dtype)
     return LayerState("layer", views, ring, AttentionShape(HEAD_SIZE**-0.5))
 
@@ -105,12 +111,16 @@ CASES: dict[str, Callable[[], StepPlan]] = {
     "score 2,048 queries, 8,192 live": lambda: scored(1, 2048, 8192, from_ring=False),
     "drop a block of 8 rows, 544 live": lambda: dropped(8, 544, BLOCK),
     "drop 2,048 of 2,560": lambda: dropped(1, 2560, 2048),
+    "pool 15: drop a block of 8 rows, 544 live": lambda: dropped(8, 544, BLOCK),
+    "pool 15: drop 2,048 of 2,560": lambda: dropped(1, 2560, 2048),
 }
 
 
-def measure(state: LayerState, plan: StepPlan, query: torch.Tensor, seconds: float) -> dict[str, float]:
+def measure(
+    config: KVPolicyConfig, state: LayerState, plan: StepPlan, query: torch.Tensor, seconds: float
+) -> dict[str, float]:
     """Median milliseconds of both implementations, which take turns for about `seconds`."""
-    both: tuple[Kernels, ...] = (NativeKernels(CONFIG), PlainKernels(CONFIG))
+    both: tuple[Kernels, ...] = (NativeKernels(config), PlainKernels(config))
     steps = {kernels.name: kernels.prepare(plan) for kernels in both}
     taken: dict[str, list[float]] = {name: [] for name in steps}
     end = time.perf_counter() + seconds
@@ -131,19 +141,20 @@ def main() -> int:
     results: dict[str, dict[str, dict[str, float]]] = {}
     for dtype in (torch.bfloat16, torch.float32):
         name = str(dtype).removeprefix("torch.")
-        state = layer(dtype)
+        paper, pooled = (layer(dtype, positions=positions) for positions in (False, True))
         query = torch.randn(BATCH_TOKENS, KV_HEADS * GROUP, HEAD_SIZE).to(dtype)
         results[name] = {}
         for case, plan in CASES.items():
-            found = results[name][case] = measure(state, plan(), query, options.seconds)
+            config, state = (POOLED, pooled) if case.startswith("pool") else (CONFIG, paper)
+            found = results[name][case] = measure(config, state, plan(), query, options.seconds)
             print(
-                f"{name:9} {case:38} native {found['native_ms']:8.3f} ms, torch "
+                f"{name:9} {case:42} native {found['native_ms']:8.3f} ms, torch "
                 f"{found['torch_ms']:8.3f} ms, {found['torch_over_native']:.1f} times",
                 flush=True,
             )
     content = {
         "date": date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads",
+        "machine": f"{machine.describe()}, {torch.get_num_threads()} threads",
         "layer": {"kv_heads": KV_HEADS, "group": GROUP, "head_size": HEAD_SIZE, "block_size": BLOCK},
         "results": results,
     }

@@ -57,6 +57,7 @@ def test_defaults_are_what_measured_best_and_one_pinned_block() -> None:
         granularity="token",
         score_half_life_tokens=32.0,
         score_pool=15,
+        rank_by="value",
         max_model_len=2048,
         max_in_flight_tokens=512,
         trace=False,
@@ -70,7 +71,9 @@ def test_defaults_are_what_measured_best_and_one_pinned_block() -> None:
 
 def test_the_preset_paper_is_the_paper() -> None:
     config = config_of(budget=512, preset="paper")
-    plain = {"recent": 0.5, "pin_tokens": 0, "score_half_life": "none", "score_pool": 1}
+    plain = {"recent": 0.5, "pin_tokens": 0, "score_half_life": "none", "score_pool": 1} | {
+        "score_rank": "sum"
+    }
     assert config == config_of(budget=512, **plain)
     assert config.score_half_life_tokens is None
     assert (config.recent_tokens, config.pinned_tokens, config.score_pool) == (256, 0, 1)

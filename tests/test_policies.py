@@ -25,7 +25,7 @@ GIVEN: dict[str, Any] = {
     "score_half_life": 16.0,
     "score_pool": 3,
     "score_window": 8,
-    "score_rank": "value",
+    "score_rank": "mean",
 }
 """Every setting that not all policies use, and a value that those take which use it."""
 
@@ -65,7 +65,7 @@ def test_every_policy_says_what_it_is(name: str) -> None:
     assert isinstance(made, Policy)
     assert isinstance(made.config, KVPolicyConfig)
     assert set(made.ranks) <= set(RANKS)
-    assert made.config.rank_by == made.ranks[0]
+    assert made.config.rank_by == made.defaults.get("score_rank", made.ranks[0])
     doc = type(made).__doc__ or ""
     for word in ("Formula:", "Direction: higher = keep", "Cost:"):
         assert word in doc, f"{name} doesn't say its {word}"

@@ -48,7 +48,7 @@ SETTINGS: dict[str, Any] = {
     "granularity": "block",
     "score_half_life": 32.5,
     "score_pool": 3,
-    "score_rank": "value",
+    "score_rank": "mean",
 }
 LIMITS = ["--max-model-len", "2048", "--max-num-batched-tokens", "256"]
 
@@ -214,7 +214,7 @@ def test_every_way_in_gives_the_same_policy(way: Any, tmp_path: Path) -> None:
         granularity="block",
         score_half_life_tokens=32.5,
         score_pool=3,
-        rank_by="value",
+        rank_by="mean",
         max_model_len=2048,
         max_in_flight_tokens=256,
     )

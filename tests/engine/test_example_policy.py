@@ -63,6 +63,7 @@ def test_an_installed_policy_serves(tmp_path: Path, text_ids: list[int]) -> None
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("tokens: ")]
     # It is the same sum as h2o's with a half-life, which other tests compare with the oracle.
     policy = {"name": "h2o", "budget": 128, "recent": 16, "score_half_life": 64, "score_pool": 5}
+    policy["score_rank"] = "sum"
     with engine(policy=policy) as llm:
         same = complete(llm, [text_ids[:300]], greedy(64))[0].token_ids
     assert json.loads(line.removeprefix("tokens: ")) == same

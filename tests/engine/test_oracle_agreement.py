@@ -11,6 +11,10 @@ from tests.agreement import assert_engine_agrees, oracle_config
 from tests.engines import MODEL, complete, engine, greedy
 from tests.oracle import Oracle
 
+PAPER: dict[str, Any] = {"preset": "paper", "pin_tokens": 32}
+DEFAULTS: dict[str, Any] = {"score_half_life": 32.0, "score_pool": 15, "recent": 25}
+"""Of h2o with a budget of 256: these are said to the oracle only."""
+
 NEW_TOKENS = 304  # all past the budget, since every prompt is at least that long
 
 
@@ -42,8 +46,9 @@ def test_engine_keeps_what_the_oracle_keeps(
 @pytest.mark.parametrize(
     ("name", "rank", "written"),
     [
-        ("h2o", "mean", {"score_rank": "mean"}),
-        ("h2o", "value", {"score_rank": "value", "granularity": "block"}),
+        ("h2o", "value", DEFAULTS),
+        ("h2o", "mean", {**PAPER, "score_rank": "mean"}),
+        ("h2o", "value", {**PAPER, "score_rank": "value", "granularity": "block"}),
         ("snapkv", "sum", {"score_window": 16, "score_pool": 7, "recent": 32}),
         ("tova", "sum", {"recent": 0}),
         ("keydiff", "keys", {"recent": 0}),
@@ -63,7 +68,7 @@ def test_engine_keeps_what_other_policies_say(
         config = replace(config, recent_tokens=0)
     # The cosine of two keys is near 1, so its distance from 1 carries more rounding.
     rtol = 1e-4 if rank == "keys" else 1e-5
-    policy = {"name": name, "budget": budget, **written}
+    policy = {"name": name, "budget": budget, **(written if written is not DEFAULTS else {})}
     with engine(policy={**policy, "trace": True}, enable_prefix_caching=False) as llm:
         traced = assert_engine_agrees(llm, oracle, config, prompts, 128, rtol)
     if name != "streaming":

@@ -24,17 +24,18 @@ _HELP = {
     "algorithm exactly as published. Other flags still count.",
     "budget": "Most tokens whose KV a request keeps after a step: a count (512), or a fraction of "
     "--max-model-len (0.2, the default). Rounded up to whole blocks.",
-    "recent": "Newest tokens that are never dropped: a count, or a fraction of the budget (default 0.5).",
+    "recent": "Newest tokens that are never dropped: a count, or a fraction of the budget (default of h2o "
+    "0.1, of snapkv 32, of random 0.5, else 0).",
     "pin_tokens": "First tokens that are never dropped, and the only ones that prefix caching shares; "
     "rounded up to whole blocks (default: one block).",
     "granularity": f"Drop single tokens or whole blocks: {', '.join(GRANULARITIES)} (default token).",
-    "score_half_life": "Age in tokens at which a query's attention counts half in the scores "
-    "(default: none, the paper's plain sum).",
-    "score_pool": "Odd number of neighbouring tokens whose highest score a token is ranked by "
-    "(default 1: its own, as in the paper; snapkv 7).",
+    "score_half_life": "Age in tokens at which a query's attention counts half in the scores (h2o; default "
+    "32); none is the paper's plain sum.",
+    "score_pool": "Odd number of neighbouring tokens whose highest score a token is ranked by (default of "
+    "h2o 15, of snapkv 7, else 1: its own).",
     "score_window": "Newest queries whose attention counts (snapkv; default 32).",
-    "score_rank": "What a token ranks by: the sum of the attention it received (default, the paper), its "
-    "mean per query that saw the token, or value: the sum times the L1 norm of the token's value (h2o).",
+    "score_rank": "What a token ranks by: the sum of the attention it received, its mean per query that saw "
+    "the token, or value: the sum times the L1 norm of the token's value (h2o; default value).",
 }
 
 

@@ -18,7 +18,7 @@ class H2OPolicy(AttentionPolicy):
     decay of the stored sums and is exact for prefill and decode alike. ``--kv-score-rank mean`` divides a
     sum by the weights of all queries that saw the token, which takes away the lead of old tokens (the
     paper's appendix B.2 found it worse); ``value`` multiplies it by the L1 norm of the token's value (VATP,
-    arXiv 2406.12335), which spares heavy hitters that add next to nothing to the output from being kept.
+    arXiv 2406.12335), so that tokens which are looked at but add next to nothing to the output may go.
 
     The defaults are what did best in docs/quality.md. The paper is the preset ``paper``: plain sums, no
     pooling, half of the budget for the newest tokens, nothing pinned. Plain sums favour tokens that were
@@ -27,7 +27,7 @@ class H2OPolicy(AttentionPolicy):
 
     ranks = ("sum", "mean", "value")
     settings = frozenset({"recent", "score_half_life", "score_pool", "score_rank"})
-    defaults: ClassVar = {"recent": 0.1, "score_half_life": 32, "score_pool": 15}
+    defaults: ClassVar = {"recent": 0.1, "score_half_life": 32, "score_pool": 15, "score_rank": "value"}
     presets: ClassVar = {
         "paper": {
             "recent": 0.5,

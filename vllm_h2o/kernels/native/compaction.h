@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <utility>
 #include <vector>
 
 #include "layer.h"
@@ -55,21 +54,25 @@ class Compactor {
   // A token ranks by the highest score among its neighbours in the text; ties then go by age.
   void pool(const Layer& layer, const Step& step, const DropRow& row, int64_t head) {
     const int64_t bs = layer.block_size, n = row.num_live, reach = step.score_pool / 2;
-    by_age_.resize(n);
+    // Position and slot in one number each, as pairs sort slower. Pinned and recent tokens
+    // have never moved, so only those between are out of order.
+    keys_.resize(n);
     for (int64_t slot = 0; slot < n; ++slot)
-      by_age_[slot] = {layer.positions(row.blocks[slot / bs], head)[slot % bs], slot};
-    std::sort(by_age_.begin(), by_age_.end());
+      keys_[slot] = int64_t(layer.positions(row.blocks[slot / bs], head)[slot % bs]) << 32 | slot;
+    std::sort(keys_.begin() + std::min(step.pinned_tokens, n), keys_.end() - std::min(step.recent_tokens, n));
+    by_age_.resize(n);
+    for (int64_t age = 0; age < n; ++age) by_age_[age] = keys_[age] & 0xFFFFFFFF;
     pooled_.resize(n);
     // Pinned tokens are the oldest and may be shared, so they keep no scores.
     for (int64_t age = 0; age < n; ++age) {
       float most = -std::numeric_limits<float>::infinity();
       const int64_t end = std::min(n, age + reach + 1);
       for (int64_t near = std::max(step.pinned_tokens, age - reach); near < end; ++near)
-        most = std::max(most, ranks_[by_age_[near].second]);
-      pooled_[by_age_[age].second] = most;
+        most = std::max(most, ranks_[by_age_[near]]);
+      pooled_[by_age_[age]] = most;
     }
     ranks_.swap(pooled_);
-    for (int64_t age = 0; age < n; ++age) order_[by_age_[age].second] = age;
+    for (int64_t age = 0; age < n; ++age) order_[by_age_[age]] = age;
   }
 
   void choose_tokens(const Step& step, const DropRow& row) {
@@ -123,8 +126,7 @@ class Compactor {
 
   Ranker<T> ranker_;
   std::vector<float> ranks_, pooled_;
-  std::vector<int64_t> order_;
-  std::vector<std::pair<int32_t, int64_t>> by_age_;
+  std::vector<int64_t> order_, keys_, by_age_;
   std::vector<Ranked> ranked_;
   std::vector<uint8_t> victims_;
 };

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -15,6 +16,19 @@ inline float drawn_score(const Layer& layer, int32_t position, int64_t head) {
                uint32_t(head + layer.salt * layer.num_kv_heads) * 0x85EBCA77u;
   for (uint32_t factor : {0x7FEB352Du, 0x846CA68Bu}) x = (x ^ x >> 16) * factor;
   return float((x ^ x >> 16) >> 8) / float(1 << 24);
+}
+
+// Sum of term(0) .. term(count - 1), in lanes that the compiler can keep in one register.
+template <typename Term>
+float sum_of(int64_t count, Term term) {
+  constexpr int kParts = 16;
+  float parts[kParts] = {}, sum = 0;
+  int64_t i = 0;
+  for (; i + kParts <= count; i += kParts)
+    for (int j = 0; j < kParts; ++j) parts[j] += term(i + j);
+  for (; i < count; ++i) sum += term(i);
+  for (float part : parts) sum += part;
+  return sum;
 }
 
 template <typename T>
@@ -43,9 +57,7 @@ class Ranker {
  private:
   static float value_norm(const Layer& layer, int64_t block, int64_t head, int64_t offset) {
     const T* value = layer.values<T>(block, head) + offset * layer.head_size;
-    float sum = 0;
-    for (int64_t d = 0; d < layer.head_size; ++d) sum += std::abs(float(value[d]));
-    return sum;
+    return sum_of(layer.head_size, [value](int64_t d) { return std::abs(float(value[d])); });
   }
 
   // 1 - cos(key, mean of the normalised keys).
@@ -62,15 +74,13 @@ class Ranker {
     }
     normalise(anchor_.data(), size);
     for (int64_t slot = 0; slot < row.num_live; ++slot) {
-      float cosine = 0;
-      for (int64_t d = 0; d < size; ++d) cosine += directions_[slot * size + d] * anchor_[d];
-      ranks[slot] = 1 - cosine;
+      const float *direction = &directions_[slot * size], *anchor = anchor_.data();
+      ranks[slot] = 1 - sum_of(size, [=](int64_t d) { return direction[d] * anchor[d]; });
     }
   }
 
   static void normalise(float* vector, int64_t size) {
-    float squares = 0;
-    for (int64_t d = 0; d < size; ++d) squares += vector[d] * vector[d];
+    const float squares = sum_of(size, [vector](int64_t d) { return vector[d] * vector[d]; });
     const float norm = std::max(std::sqrt(squares), 1e-12f);  // as torch's normalize
     for (int64_t d = 0; d < size; ++d) vector[d] /= norm;
   }
