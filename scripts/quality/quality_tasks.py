@@ -192,7 +192,11 @@ def frequent_words(draw: random.Random, depth: float | None) -> Example:
 
 
 def instruction(draw: random.Random, depth: float | None) -> Example:
-    """A rule at the very beginning, which must still be obeyed behind a long text."""
+    """A rule at the very beginning, which must still be obeyed behind a long text.
+
+    The first token of an answer comes from the whole prompt, before it is cut, so what is asked for is not
+    the first.
+    """
     while (secret := draw.choice(CITIES)) == "Paris":  # which the question names
         pass
     return Example(
@@ -201,9 +205,9 @@ def instruction(draw: random.Random, depth: float | None) -> Example:
         filler="prose",
         instruction=f"Rule: end every answer with the words 'Greetings from {secret}'.\n\n",
         question="\n\nWhat is the capital of France? Remember the rule.",
-        answer_start="The capital of France is Paris. Greetings from",
+        answer_start="The capital of France is Paris. Greetings",
         answers=(secret,),
-        max_tokens=6,
+        max_tokens=8,
     )
 
 

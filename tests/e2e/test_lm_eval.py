@@ -18,7 +18,7 @@ from tests.e2e.servers import ENVIRONMENT, MODEL, Server
 pytestmark = pytest.mark.e2e
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "lm-eval"
-NUM_DOCS, NUM_FEWSHOT = 6, 5
+NUM_DOCS, NUM_FEWSHOT = 4, 5
 COLOURS = ("red", "blue", "green", "white", "black")
 
 
@@ -63,6 +63,8 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("local_articles", str(CONFIGS / "tasks" / "xsum.yaml"), "articles"),
     ):
         content = {"include": base, "task": name, **data(source)}
+        if name == "local_articles":
+            content["generation_kwargs"] = {"until": ["\n"], "max_gen_toks": 16, "do_sample": False}
         if name == "local_choices":
             content |= {
                 "include": None,
@@ -119,7 +121,7 @@ def test_the_papers_formats_run_through_a_server_that_evicts(
     results = json.loads(path.read_text(encoding="utf-8"))
     assert results["n-samples"]["local_choices"]["effective"] == NUM_DOCS
     # A fact that is in the question is answered, five examples before it or not.
-    assert results["results"]["local_choices"]["acc,none"] >= 0.6
+    assert results["results"]["local_choices"]["acc,none"] >= 0.5
     assert 0 < results["results"]["local_articles"]["rouge1,none"] <= 1
     # Prompts were over the budget, or nothing has been shown.
     longest = max(len(text) for text in _prompts(tmp_path / "out"))
