@@ -121,7 +121,7 @@ def test_the_papers_formats_run_through_a_server_that_evicts(
     results = json.loads(path.read_text(encoding="utf-8"))
     assert results["n-samples"]["local_choices"]["effective"] == NUM_DOCS
     # A fact that is in the question is answered, five examples before it or not.
-    assert results["results"]["local_choices"]["acc,none"] >= 0.5
+    assert results["results"]["local_choices"]["acc,none"] >= 0.75
     assert 0 < results["results"]["local_articles"]["rouge1,none"] <= 1
     # Prompts were over the budget, or nothing has been shown.
     longest = max(len(text) for text in _prompts(tmp_path / "out"))
