@@ -80,8 +80,8 @@ def test_the_command_says_so_and_fails() -> None:
         ),
         (
             ["--kv-policy", "h2o", "--kv-budget", "40"],
-            "--kv-budget='40': 64 tokens can't hold 32 pinned + 32 recent + one block of 32. "
-            "Give at least 128",
+            "--kv-budget='40': 64 tokens can't hold 32 pinned + 6 recent + one block of 32. "
+            "Give at least 96",
         ),
         (["--kv-budget", "512"], NO_POLICY),
         (
@@ -110,10 +110,10 @@ def test_a_bad_setting_is_named_with_its_limit_and_the_fix(words: list[str], mes
 
 def test_the_budget_that_a_refusal_names_is_accepted() -> None:
     words = ["--max-model-len", "2048", "--kv-policy", "h2o", "--kv-budget"]
-    with pytest.raises(ConfigError, match=r"Give at least 128$"):
-        engine_config(*words, "96")
-    config = engine_config(*words, "128")
-    assert config.additional_config["kv_policy"]["budget_tokens"] == 128
+    with pytest.raises(ConfigError, match=r"Give at least 96$"):
+        engine_config(*words, "64")
+    config = engine_config(*words, "96")
+    assert config.additional_config["kv_policy"]["budget_tokens"] == 96
 
 
 def test_all_that_cannot_be_served_is_listed_at_once() -> None:

@@ -85,7 +85,7 @@ def test_a_bad_setting_is_listed_with_them(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(RefusedError, match="--kv-budget") as error:
         configure(MODEL, kv_cache_dtype="fp8")
     assert len(error.value.refusals) == 2
-    assert "at least 128" in str(error.value)
+    assert "at least 96" in str(error.value)
 
 
 @pytest.mark.parametrize("blocks", [2, 17])
