@@ -98,7 +98,7 @@ def test_the_command_says_so_and_fails() -> None:
         ),
         (
             ["--kv-policy", "h2o", "--additional-config.kv_policy.budgets", "256"],
-            "additional_config.kv_policy.budgets=256: there is no such setting. Known: name, budget, ",
+            "additional_config.kv_policy.budgets=256: there is no such setting. Known: name, preset, ",
         ),
     ],
 )  # fmt: skip
