@@ -21,6 +21,9 @@ RANKS: tuple[RankBy, ...] = ("sum", "mean", "value", "keys", "random", "age")
 """What a token ranks by when tokens are dropped: its score, that per query, that times the norm of its value,
 how unlike the others its key is, a number drawn when it came, or its position."""
 
+ATTENTION_RANKS = RANKS[:3]
+"""Those that come from scores, so that queries have to be kept and scored."""
+
 KernelChoice = Literal["auto", "native", "torch"]
 KERNEL_CHOICES: tuple[KernelChoice, ...] = ("auto", "native", "torch")
 
@@ -89,7 +92,7 @@ class KVPolicyConfig:
     @property
     def scores_attention(self) -> bool:
         """Whether queries are kept and scored."""
-        return self.rank_by in ("sum", "mean", "value")
+        return self.rank_by in ATTENTION_RANKS
 
     def describe_ranks(self) -> str:
         """What decides which tokens stay, in words of the settings."""

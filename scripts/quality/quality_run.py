@@ -64,7 +64,10 @@ def _retrieval(
     ]
     prompts = [
         builder.build(
-            example, plan.prompt_tokens, question_after=question_after, draw=random.Random(f"{example}")
+            example,
+            plan.prompt_tokens,
+            question_after=question_after,
+            draw=random.Random(f"{example.task} {example.facts}"),
         )
         for example in asked
     ]

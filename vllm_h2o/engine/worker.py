@@ -56,7 +56,8 @@ class H2OCPUWorker(CPUWorker):
         rings = ring_bytes(self.vllm_config, self.kv_policy, list(evicted))
         self._log_policy(evicted, rings)
         scratch = scratch_bytes(self.vllm_config, self.kernels, list(evicted))
-        if rings + scratch >= available:
+        # Without kept queries it is the cache that is too small, as refuse_small_memory says.
+        if rings and rings + scratch >= available:
             self._refuse_memory(rings, scratch, available)
         left = available - rings - scratch
         specs = self.get_kv_cache_spec().values()
@@ -67,7 +68,6 @@ class H2OCPUWorker(CPUWorker):
     def _refuse_memory(self, rings: int, scratch: int, available: int) -> NoReturn:
         max_num_seqs = self.vllm_config.scheduler_config.max_num_seqs
         # With half of the memory, so that the other half is left for the cache itself.
-        # Scoring alone can be too much only where queries are kept.
         slots = (available // 2 - scratch) * num_ring_slots(max_num_seqs) // rings
         fitting = slots - num_ring_slots(0)
         raise ConfigError(

@@ -67,7 +67,7 @@ def _entry_points() -> tuple[EntryPoint, ...]:
 
 
 def _load_theirs(point: EntryPoint) -> "type[Policy]":
-    from vllm_h2o.config import RANKS
+    from vllm_h2o.config import ATTENTION_RANKS, RANKS
     from vllm_h2o.policies.base import AttentionPolicy, Policy
 
     try:
@@ -83,12 +83,12 @@ def _load_theirs(point: EntryPoint) -> "type[Policy]":
             "Make it a subclass of vllm_h2o.policies.base.Policy",
         )  # fmt: skip
     ranks = getattr(policy, "ranks", ())
-    by_attention = all(rank in ("sum", "mean", "value") for rank in ranks)
+    by_attention = set(ranks) <= set(ATTENTION_RANKS)
     if not ranks or not set(ranks) <= set(RANKS) or by_attention != issubclass(policy, AttentionPolicy):
         raise ConfigError(
             "--kv-policy", point.name, f"{point.value} of {_owner(point)} ranks tokens by {ranks!r}",
-            "Set `ranks` to some of sum, mean, value for an AttentionPolicy, else to some of "
-            f"{', '.join(RANKS[3:])}",
+            f"Set `ranks` to some of {', '.join(ATTENTION_RANKS)} for an AttentionPolicy, else to some of "
+            f"{', '.join(RANKS[len(ATTENTION_RANKS) :])}",
         )  # fmt: skip
     return policy
 

@@ -46,7 +46,7 @@ def token_ranks(
         return torch.zeros_like(scores)
     if rule.by == "value":
         # Row by row: the values of all rows together may be large.
-        norms = torch.stack([layer.values[row].float().abs().sum(dim=3) for row in blocks])
+        norms = torch.stack([layer.values[row].float().abs_().sum(dim=3) for row in blocks])
         return scores * _by_slot(norms)
     if rule.by == "mean":
         assert positions is not None, "mean needs positions"
