@@ -49,7 +49,7 @@ CONFIG = KVPolicyConfig(
     max_in_flight_tokens=BATCH_TOKENS,
 )
 
-POOLED = replace(CONFIG, recent_tokens=51, score_half_life_tokens=32.0, score_pool=15)
+POOLED = replace(CONFIG, recent_tokens=51, score_half_life_tokens=32.0, score_pool=15, rank_by="value")
 """The defaults of h2o; CONFIG is the paper."""
 
 
@@ -111,8 +111,8 @@ CASES: dict[str, Callable[[], StepPlan]] = {
     "score 2,048 queries, 8,192 live": lambda: scored(1, 2048, 8192, from_ring=False),
     "drop a block of 8 rows, 544 live": lambda: dropped(8, 544, BLOCK),
     "drop 2,048 of 2,560": lambda: dropped(1, 2560, 2048),
-    "pool 15: drop a block of 8 rows, 544 live": lambda: dropped(8, 544, BLOCK),
-    "pool 15: drop 2,048 of 2,560": lambda: dropped(1, 2560, 2048),
+    "defaults: drop a block of 8 rows, 544 live": lambda: dropped(8, 544, BLOCK),
+    "defaults: drop 2,048 of 2,560": lambda: dropped(1, 2560, 2048),
 }
 
 
@@ -145,7 +145,7 @@ def main() -> int:
         query = torch.randn(BATCH_TOKENS, KV_HEADS * GROUP, HEAD_SIZE).to(dtype)
         results[name] = {}
         for case, plan in CASES.items():
-            config, state = (POOLED, pooled) if case.startswith("pool") else (CONFIG, paper)
+            config, state = (POOLED, pooled) if case.startswith("defaults") else (CONFIG, paper)
             found = results[name][case] = measure(config, state, plan(), query, options.seconds)
             print(
                 f"{name:9} {case:42} native {found['native_ms']:8.3f} ms, torch "

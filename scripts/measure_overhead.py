@@ -33,7 +33,7 @@ KV_CACHE_BYTES = 2 * 1024**3
 VARIANTS: dict[str, dict[str, Any] | None] = {
     "plain": None,
     # The budget is never reached by 2,048 + 128 tokens.
-    "scored": {"name": "h2o", "preset": "paper", "pin_tokens": 32, "budget": 4096},
+    "scored": {"name": "h2o", "budget": 4096},
     "unlimited": {"name": "h2o", "budget": 1.0},
 }
 
