@@ -24,6 +24,27 @@ CHECKS = (
 )
 
 
+IN_PARALLEL = ("-n", "2", "--dist", "loadfile")
+"""Files are shared out, so that what the tests of one start is started once."""
+
+INTERPRETED_TESTS = (
+    *("tests/test_triton.py", "tests/test_scoring.py", "tests/test_compaction.py", "tests/test_ranks.py"),
+    *("-k", "triton"),
+)
+"""Tests of the Triton kernels in Triton's interpreter, which takes over a whole process."""
+
+
+def _pytest(arguments: list[str], **variables: str) -> int:
+    print(f"\n==> pytest {' '.join(arguments)}", flush=True)
+    environment = {**os.environ, **OFFLINE_ENVIRONMENT, **variables}
+    environment["VLLM_H2O_MODEL"] = str(fetch_model.DEFAULT_TARGET)
+    if "-n" in arguments:
+        # One thread each: processes whose threads wait for each other's cores are many times slower than one.
+        environment |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    command = [str(VENV_PYTHON), "-m", "pytest", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment).returncode
+
+
 def _run(*command: str) -> int:
     # Before the child prints, so that a log which both write to is in order.
     print(f"\n==> {' '.join(command)}", flush=True)
@@ -47,14 +68,10 @@ def main(pytest_arguments: list[str]) -> int:
     for check in () if pytest_arguments else CHECKS:
         if status := _run(*check):
             return status
-    environment = {**os.environ, **OFFLINE_ENVIRONMENT}
-    environment["VLLM_H2O_MODEL"] = str(fetch_model.DEFAULT_TARGET)
-    print(f"\n==> pytest {' '.join(pytest_arguments)}", flush=True)
-    pytest = [str(VENV_PYTHON), "-m", "pytest", *pytest_arguments]
-    if status := subprocess.run(pytest, cwd=ROOT, env=environment).returncode:
-        return status
     if pytest_arguments:
-        return 0
+        return _pytest(pytest_arguments)
+    if status := _pytest([*IN_PARALLEL]) or _pytest([*IN_PARALLEL, *INTERPRETED_TESTS], TRITON_INTERPRET="1"):
+        return status
     # They fail when serving has become slower than the floors in configs/load/quick.yaml, or answers have
     # become worse than configs/quality/quick.yaml expects.
     for name, results in (("load_test", ".cache/load"), ("eval_quality", ".cache/quality")):

@@ -6,15 +6,16 @@ the slots behind a row's last token.
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from vllm_h2o.config import KVPolicyConfig, RankBy
-from vllm_h2o.kernels.base import AttentionShape, LayerState
+from vllm_h2o.kernels.base import AttentionShape, Kernels, LayerState
 from vllm_h2o.kernels.native.prepare import NativeKernels
 from vllm_h2o.kernels.plain.compaction import Compaction
 from vllm_h2o.kernels.plain.ranks import RankRule
@@ -23,6 +24,27 @@ from vllm_h2o.layout import PagedLayer, side_bytes_per_block
 from vllm_h2o.step_plan import DropRows, ScoreRows, StepPlan
 
 NULL_BLOCK = 0
+
+MakeKernels = Callable[[KVPolicyConfig], Kernels]
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether this run is of the Triton kernels, in its interpreter; they then are the only ones looked at."""
+
+
+GPU_LAYOUT = INTERPRETED
+"""Whether caches are laid out as on a GPU."""
+
+
+def triton_kernels(config: KVPolicyConfig) -> Kernels:
+    from vllm_h2o.kernels.triton.prepare import TritonKernels
+
+    return TritonKernels(config, torch.device("cpu"))
+
+
+COMPILED: dict[str, MakeKernels] = {"triton": triton_kernels} if INTERPRETED else {"native": NativeKernels}
+"""What has to do the same as tensor operations, by name."""
+
+ALL_KERNELS = [*([] if INTERPRETED else ["torch"]), *COMPILED]
 
 
 @dataclass(frozen=True)
@@ -84,7 +106,8 @@ class Pages:
     def __init__(self, shape: Shape, seed: int, **padding: int) -> None:
         self.shape = shape
         self.cache = padded_cache(shape, **padding)
-        self.layer = PagedLayer.from_cpu_cache(self.cache, positions=shape.positions)
+        view = PagedLayer.from_gpu_cache if GPU_LAYOUT else PagedLayer.from_cpu_cache
+        self.layer = view(self.cache, positions=shape.positions)
         self.generator = torch.Generator().manual_seed(seed)
         self._cache_seed = seed
         self._ids = list(range(1, shape.num_blocks))
@@ -234,7 +257,7 @@ def total_tokens(row: Row) -> int:
     return row.num_live + 5
 
 
-def native_scores(
+def run_scores(
     pages: Pages,
     ring: torch.Tensor,
     query: torch.Tensor,
@@ -246,8 +269,9 @@ def native_scores(
     from_ring: bool,
     pinned_blocks: int,
     half_life: float | None,
+    make: MakeKernels = NativeKernels,
 ) -> None:
-    """Have the native kernels score rows; `ring` and `query` are `[n, num_heads, head_size]`."""
+    """Have kernels score rows as a step's plan; `ring` and `query` are `[n, num_heads, head_size]`."""
     counts = np.array(num_queries, dtype=np.int64)
     plan = StepPlan(
         scores=(
@@ -264,10 +288,11 @@ def native_scores(
             ),
         )
     )
-    run_native(pages, plan, ring, query, attention, pinned_tokens=pinned_blocks * pages.shape.block_size)
+    pinned_tokens = pinned_blocks * pages.shape.block_size
+    run_plan(pages, plan, ring, query, attention, pinned_tokens=pinned_tokens, make=make)
 
 
-def native_drops(
+def run_drops(
     pages: Pages,
     rows: Sequence[Row],
     num_dropped: Sequence[int],
@@ -278,8 +303,9 @@ def native_drops(
     by_block: bool = False,
     rank_by: RankBy = "sum",
     total_weights: Sequence[float] = (),
+    make: MakeKernels = NativeKernels,
 ) -> None:
-    """As `compaction`, carried out by the native kernels."""
+    """As `compaction`, carried out by kernels as a step's plan."""
     plan = StepPlan(
         drops=DropRows(
             num_live=np.array([row.num_live for row in rows], dtype=np.int64),
@@ -290,7 +316,7 @@ def native_drops(
         )
     )
     nothing = torch.empty(0, pages.shape.num_kv_heads, pages.shape.head_size, dtype=pages.shape.dtype)
-    run_native(
+    run_plan(
         pages,
         plan,
         nothing,
@@ -301,10 +327,11 @@ def native_drops(
         score_pool=score_pool,
         granularity="block" if by_block else "token",
         rank_by=rank_by,
+        make=make,
     )
 
 
-def run_native(
+def run_plan(
     pages: Pages,
     plan: StepPlan,
     ring: torch.Tensor,
@@ -313,6 +340,7 @@ def run_native(
     *,
     pinned_tokens: int,
     layer_name: str = "layer",
+    make: MakeKernels = NativeKernels,
     **changes: object,
 ) -> None:
     values: dict[str, object] = {
@@ -327,7 +355,7 @@ def run_native(
         "max_model_len": 10_000,
         "max_in_flight_tokens": 64,
     }
-    kernels = NativeKernels(KVPolicyConfig(**{**values, **changes}))  # type: ignore[arg-type]
+    kernels = make(KVPolicyConfig(**{**values, **changes}))  # type: ignore[arg-type]
     kernels.prepare(plan).after_attention(LayerState(layer_name, pages.layer, ring, attention), query)
 
 

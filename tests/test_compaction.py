@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reference
-from paged import Pages, Row, Shape, compaction, native_drops, raw_bytes
+from paged import COMPILED, Pages, Row, Shape, compaction, raw_bytes, run_drops
 from vllm_h2o.kernels.plain.compaction import Compaction, compact
 
 NAN = math.nan
@@ -172,15 +172,16 @@ def test_compact_equals_the_reference(case: Case) -> None:
             assert token is None or got == token
 
 
+@pytest.mark.parametrize("kernels", COMPILED)
 @settings(deadline=None, max_examples=250)
-@given(cases())
-def test_native_compaction_is_the_same_to_the_byte(case: Case) -> None:
+@given(case=cases())
+def test_compiled_compaction_is_the_same_to_the_byte(kernels: str, case: Case) -> None:
     plain, rows = set_up(case)
-    native = plain.copy()
+    compiled = plain.copy()
     compact(plain.layer, plan_of(case, rows))
-    limits, bs = case.limits, case.shape.block_size
-    native_drops(native, rows, [blocks * bs for _, blocks in case.rows], **vars(limits))
-    assert torch.equal(raw_bytes(native.cache), raw_bytes(plain.cache))
+    dropped = [blocks * case.shape.block_size for _, blocks in case.rows]
+    run_drops(compiled, rows, dropped, **vars(case.limits), make=COMPILED[kernels])
+    assert torch.equal(raw_bytes(compiled.cache), raw_bytes(plain.cache))
 
 
 @settings(deadline=None, max_examples=150)

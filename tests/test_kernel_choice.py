@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paged import Pages, Row, Shape, native_scores
+from paged import Pages, Row, Shape, run_scores
 from vllm_h2o import kernels
 from vllm_h2o.config import KernelChoice, KVPolicyConfig
 from vllm_h2o.errors import ConfigError
@@ -118,7 +118,7 @@ def scores_of(lengths: list[tuple[int, int]], chosen: int, threads: int) -> torc
 
 
 def score(pages: Pages, query: torch.Tensor, rows: list[Row], firsts: list[int], counts: list[int]) -> None:
-    native_scores(
+    run_scores(
         pages,
         query[:0],
         query,

@@ -38,6 +38,7 @@ long_prompt_tokens: 64
 long_tokens: 128
 expect:
   - {kind: inside, contender: h2o, budget_percent: 20, of_full: 0.5, above: [random]}
+  - {kind: inside, contender: h2o, budget_percent: 100, same_as_full: 0.5}
 """
 
 
@@ -230,12 +231,17 @@ def test_the_table_marks_what_says_nothing(path: Path) -> None:
 def test_expectations(path: Path) -> None:
     plan = read(path)
     assert list(quality_report.failures(plan, RECORDS)) == []
-    worse = [RECORDS[0], record("h2o", 20, [0, 0, 0, 1], [0] * 4), RECORDS[3]]
+    other_words = {**RECORDS[2], "same_answer_as_full": 0.25}
+    worse = [RECORDS[0], record("h2o", 20, [0, 0, 0, 1], [0] * 4), other_words, RECORDS[3]]
     assert list(quality_report.failures(plan, worse)) == [
         "inside: h2o at 20 % reaches 0.25 of full, not 0.5",
         "inside: h2o at 20 % has 0.25, random 0.25",
+        "inside: h2o at 100 % answers word for word as full in 0.25, not 0.5",
     ]
-    assert list(quality_report.failures(plan, [RECORDS[0]])) == ["inside: h2o at 20 % was not measured"]
+    assert list(quality_report.failures(plan, [RECORDS[0]])) == [
+        "inside: h2o at 20 % was not measured",
+        "inside: h2o at 100 % was not measured",
+    ]
 
 
 def test_kl_by_hand() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import reference
-from paged import Pages, Row, Shape, compaction, native_drops, raw_bytes, run_native, total_tokens
+from paged import COMPILED, Pages, Row, Shape, compaction, raw_bytes, run_drops, run_plan, total_tokens
 from vllm_h2o.config import RANKS, RankBy
 from vllm_h2o.kernels.base import AttentionShape
 from vllm_h2o.kernels.plain.compaction import compact
@@ -71,16 +71,17 @@ def test_ranks_equal_the_reference(rank_by: RankBy, dtype: torch.dtype, seed: in
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("by_block", [False, True])
 @pytest.mark.parametrize("score_pool", [1, 3])
-def test_native_kernels_drop_the_same(
-    rank_by: RankBy, dtype: torch.dtype, by_block: bool, score_pool: int
+@pytest.mark.parametrize("kernels", COMPILED)
+def test_compiled_kernels_drop_the_same(
+    kernels: str, rank_by: RankBy, dtype: torch.dtype, by_block: bool, score_pool: int
 ) -> None:
     plain, rows = set_up(dtype, seed=3)
-    native, before = plain.copy(), plain.copy()
+    compiled, before = plain.copy(), plain.copy()
     options = {**LIMITS, "by_block": by_block, "score_pool": score_pool, "rank_by": rank_by}
     dropped = [4, 8, 4]
     compact(plain.layer, compaction(rows, dropped, 4, **options, total_weights=TOTAL_WEIGHTS.tolist()))
-    native_drops(native, rows, dropped, **options, total_weights=TOTAL_WEIGHTS)
-    assert torch.equal(raw_bytes(native.cache), raw_bytes(plain.cache))
+    run_drops(compiled, rows, dropped, **options, total_weights=TOTAL_WEIGHTS, make=COMPILED[kernels])
+    assert torch.equal(raw_bytes(compiled.cache), raw_bytes(plain.cache))
     if rank_by != "age":
         assert not torch.equal(raw_bytes(plain.cache), raw_bytes(before.cache))
 
@@ -90,12 +91,13 @@ def test_by_age_nothing_moves() -> None:
     pages = Pages(Shape(), seed=4)
     rows = [pages.add_row(22)]
     before = raw_bytes(pages.cache).clone()
-    native_drops(pages, rows, [8], **LIMITS, rank_by="age")
+    run_drops(pages, rows, [8], **LIMITS, rank_by="age")
     compact(pages.layer, compaction(rows, [8], 4, **LIMITS, rank_by="age"))
     assert torch.equal(raw_bytes(pages.cache), before)
 
 
-def test_drawn_scores_equal_the_reference_in_both_kernels() -> None:
+@pytest.mark.parametrize("kernels", COMPILED)
+def test_drawn_scores_equal_the_reference(kernels: str) -> None:
     positions = torch.tensor([[0, 1, 2, 3], [100_000, 100_001, 7, 2**31 - 1]], dtype=torch.int32)
     want = [
         [[reference.drawn_rank(p, 5, head, 2) for p in block] for head in range(2)]
@@ -105,9 +107,9 @@ def test_drawn_scores_equal_the_reference_in_both_kernels() -> None:
     pages = Pages(Shape(), seed=5)
     plan = StepPlan(started_blocks=np.array([3, 9]), started_positions=positions.numpy())
     nothing = torch.empty(0, 2, 8)
-    run_native(
+    run_plan(
         pages, plan, nothing, nothing, AttentionShape(1.0), pinned_tokens=0, rank_by="random", name="random",
-        layer_name="model.layers.5.self_attn.attn",
+        layer_name="model.layers.5.self_attn.attn", make=COMPILED[kernels],
     )  # fmt: skip
     assert pages.layer.scores[[3, 9]].tolist() == want
 

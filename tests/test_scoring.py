@@ -13,7 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reference
-from paged import Kept, Pages, Row, Shape, decode_flush, native_scores, prefill_chunk, raw_bytes
+from paged import (
+    ALL_KERNELS,
+    COMPILED,
+    Kept,
+    Pages,
+    Row,
+    Shape,
+    decode_flush,
+    prefill_chunk,
+    raw_bytes,
+    run_scores,
+)
 from vllm_h2o.kernels.base import AttentionShape
 from vllm_h2o.kernels.plain import scoring
 from vllm_h2o.kernels.plain.scoring import score_decode, score_prefill
@@ -118,7 +129,7 @@ def snapshot(pages: Pages, rows: Sequence[Row]) -> torch.Tensor:
 
 
 def check_prefill(
-    model: Model, num_live: Sequence[int], num_new: Sequence[int], seed: int, native: bool
+    model: Model, num_live: Sequence[int], num_new: Sequence[int], seed: int, kernels: str
 ) -> None:
     pages = Pages(model.shape, seed)
     rows = [add_scored_row(pages, *lengths) for lengths in zip(num_live, num_new, strict=True)]
@@ -137,9 +148,9 @@ def check_prefill(
         first += new
     before = snapshot(pages, rows)
     untouched = query.clone()
-    if native:
+    if kernels != "torch":
         empty_ring = query[:0]
-        native_scores(
+        run_scores(
             pages,
             empty_ring,
             query,
@@ -150,6 +161,7 @@ def check_prefill(
             from_ring=False,
             pinned_blocks=model.pinned_blocks,
             half_life=model.half_life,
+            make=COMPILED[kernels],
         )
     else:
         for chunk in chunks:
@@ -161,30 +173,30 @@ def check_prefill(
 LENGTHS = st.integers(1, 30).flatmap(lambda live: st.tuples(st.just(live), st.integers(1, live)))
 
 
-@settings(deadline=None, max_examples=60)
+@pytest.mark.parametrize("kernels", ALL_KERNELS)
+@settings(deadline=None, max_examples=40)
 @given(
     model=MODELS,
     lengths=st.lists(LENGTHS, min_size=1, max_size=2),
     tile=st.sampled_from([1, 3, 8, 64]),
     seed=st.integers(0, 2**31),
-    native=st.booleans(),
 )
 def test_prefill_equals_the_reference(
-    model: Model, lengths: list[tuple[int, int]], tile: int, seed: int, native: bool
+    model: Model, lengths: list[tuple[int, int]], tile: int, seed: int, kernels: str
 ) -> None:
     live, new = zip(*lengths, strict=True)
     with mock.patch.object(scoring, "QUERY_TILE", tile):
-        check_prefill(model, live, new, seed, native)
+        check_prefill(model, live, new, seed, kernels)
 
 
 @pytest.mark.parametrize("num_new", [63, 64, 65, 150, 300])
-@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("kernels", ALL_KERNELS)
 @pytest.mark.parametrize("block_size", [8, 16, 32])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_prefill_in_whole_tiles(num_new: int, native: bool, block_size: int, dtype: torch.dtype) -> None:
+def test_prefill_in_whole_tiles(num_new: int, kernels: str, block_size: int, dtype: torch.dtype) -> None:
     shape = Shape(60, num_kv_heads=1, block_size=block_size, head_size=4, dtype=dtype)
     model = Model(shape, group=3, pinned_blocks=1, half_life=50.0, softcap=0.0, sinks=None)
-    check_prefill(model, [num_new + 13], [num_new], num_new, native)
+    check_prefill(model, [num_new + 13], [num_new], num_new, kernels)
 
 
 # --- kept decode queries --------------------------------------------------------------------------
@@ -204,10 +216,10 @@ def kept_rows(draw: st.DrawFn) -> tuple[Model, list[tuple[int, int, int]]]:
     return model, rows
 
 
-@settings(deadline=None, max_examples=80)
-@given(case=kept_rows(), seed=st.integers(0, 2**31), native=st.booleans())
+@settings(deadline=None, max_examples=50)
+@given(case=kept_rows(), seed=st.integers(0, 2**31))
 def test_decode_equals_the_reference(
-    case: tuple[Model, list[tuple[int, int, int]]], seed: int, native: bool
+    case: tuple[Model, list[tuple[int, int, int]]], seed: int, kernels: str
 ) -> None:
     model, lengths = case
     bs = model.shape.block_size
@@ -225,10 +237,13 @@ def test_decode_equals_the_reference(
     before = snapshot(pages, rows)
     untouched = ring.clone()
     options: dict[str, Any] = {"pinned_blocks": model.pinned_blocks, "half_life": model.half_life}
-    if native:
+    if kernels != "torch":
         flat = ring.flatten(0, 1)
         firsts, counts = [k.ring_slot * bs + k.first for k in kept], [k.stop - k.first for k in kept]
-        native_scores(pages, flat, flat[:0], rows, firsts, counts, model.attention, from_ring=True, **options)
+        run_scores(
+            pages, flat, flat[:0], rows, firsts, counts, model.attention, from_ring=True, **options,
+            make=COMPILED[kernels],
+        )  # fmt: skip
     else:
         score_decode(pages.layer, ring, decode_flush(kept, bs, **options), model.attention)
     assert torch.equal(ring.nan_to_num(7), untouched.nan_to_num(7))

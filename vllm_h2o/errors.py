@@ -3,6 +3,7 @@
     H2OError(ValueError)
     ├── ConfigError        one bad setting
     ├── RefusedError       the model or engine has features that eviction can't serve (all of them, at once)
+    ├── KernelError        a tensor that a kernel can't take, found before the launch
     └── SeamError          the installed vLLM does not have an extension point in the form we need
 
 They derive from ValueError because that is what vLLM's own configuration raises, so its front ends show
@@ -54,6 +55,19 @@ class RefusedError(H2OError):
         lines = "".join(f"\n  - {refusal}" for refusal in refusals)
         super().__init__(f"--kv-policy {policy} can't be used here:{lines}")
         self.refusals = tuple(refusals)
+
+
+class KernelError(H2OError):
+    """A kernel was given something it can't take.
+
+    Args:
+        what: for instance ``dtype of query``.
+        found: what was given.
+        expected: what would be accepted.
+    """
+
+    def __init__(self, what: str, found: object, expected: str) -> None:
+        super().__init__(f"{what} is {found}; the kernels take {expected}")
 
 
 class SeamError(H2OError):

@@ -58,6 +58,20 @@ class PagedLayer:
             positions=tracked,
         )
 
+    @classmethod
+    def from_gpu_cache(cls, kv_cache: torch.Tensor, *, positions: bool) -> "PagedLayer":
+        """Views of the layout of FlashAttention and Triton attention (``vllm/v1/attention/backends``).
+
+        Args:
+            kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]`` with padded blocks; the order
+                of heads and slots in memory may be either. A slot holds K, then V.
+            positions: whether the padding holds positions behind the scores.
+        """
+        head_size = kv_cache.shape[3] // 2
+        scores, tracked = _side_views(kv_cache, positions=positions)
+        keys, values = kv_cache.split(head_size, dim=3)
+        return cls(keys=keys.transpose(2, 3), values=values, scores=scores, positions=tracked)
+
     def start_blocks(self, block_ids: torch.Tensor, positions: torch.Tensor) -> None:
         """Reset blocks that get their first token in this step.
 

@@ -59,7 +59,8 @@ class Plan:
         forced_texts, forced_tokens: teacher forcing: how many texts, and how long.
         long_prompt_tokens, long_tokens: long generation.
         expect: what must hold of retrieval: ``kind``, ``contender`` and ``budget_percent``, and ``of_full``
-            (lowest share of the full cache's mean) or ``above`` (contenders of the same budget to beat).
+            (lowest share of the full cache's mean), ``same_as_full`` (lowest share of answers that are the
+            full cache's, word for word) or ``above`` (contenders of the same budget to beat).
     """
 
     name: str

@@ -31,6 +31,9 @@ def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
     return means[round(0.025 * (_RESAMPLES - 1))], means[round(0.975 * (_RESAMPLES - 1))]
 
 
+_OF_RECORD = ("kind", "contender", "budget_percent", "same_answer_as_full")
+
+
 def solved_tasks(full: Record) -> tuple[str, ...]:
     """Tasks that the full cache solves; only those are asked of policies."""
     return tuple(task for task, scores in full["scores"].items() if statistics.fmean(scores) >= _CHANCE)
@@ -53,7 +56,7 @@ def summary(plan: Plan, records: Sequence[Record]) -> list[Record]:
             full, _ = retrieval_mean(of_kind[0], tasks)
             found.append(
                 {
-                    **{name: record[name] for name in ("kind", "contender", "budget_percent")},
+                    **{name: record[name] for name in _OF_RECORD},
                     "tasks": list(tasks),
                     "mean": mean,
                     "low": low,
@@ -193,6 +196,9 @@ def failures(plan: Plan, records: Sequence[Record]) -> Iterator[str]:
         if got["of_full"] < floor.get("of_full", 0):
             reached = f"reaches {got['of_full']:.2f} of full, not {floor['of_full']}"
             yield f"{kind}: {name} at {percent} % {reached}"
+        if got["same_answer_as_full"] < floor.get("same_as_full", 0):
+            reached = f"{got['same_answer_as_full']:.2f}, not {floor['same_as_full']}"
+            yield f"{kind}: {name} at {percent} % answers word for word as full in {reached}"
         for other in floor.get("above", ()):
             theirs = found.get((kind, other, percent))
             if theirs is None or got["mean"] <= theirs["mean"]:
