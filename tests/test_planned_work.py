@@ -20,8 +20,9 @@ from vllm_h2o.kernels.base import AttentionShape, Kernels, LayerState
 from vllm_h2o.kernels.native.prepare import NativeKernels
 from vllm_h2o.kernels.plain.prepare import PlainKernels
 from vllm_h2o.layout import PagedLayer
+from vllm_h2o.planner import StepPlanner
 from vllm_h2o.query_ring import QueryRing
-from vllm_h2o.step_plan import StepPlan, StepPlanner
+from vllm_h2o.step_plan import StepPlan
 
 HEADS, GROUP, HEAD_SIZE, BLOCK, RING_SLOTS = 2, 2, 4, 4, 6
 LAYER = 3

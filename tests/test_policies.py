@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from vllm_h2o import policies
 from vllm_h2o.config import RANKS, KVPolicyConfig
 from vllm_h2o.errors import ConfigError
+from vllm_h2o.planner import StepPlanner
 from vllm_h2o.policies.base import AttentionPolicy, Policy
 from vllm_h2o.policies.h2o import H2OPolicy
 from vllm_h2o.query_ring import QueryRing
 from vllm_h2o.settings import KVPolicySettings, flag_of
-from vllm_h2o.step_plan import StepPlanner
 
 HALF_LIVES = [None, 0.5, 32.0, 1e5]
 GIVEN: dict[str, Any] = {

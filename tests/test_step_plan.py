@@ -22,8 +22,9 @@ from vllm_h2o.kernels.plain import prepare
 from vllm_h2o.kernels.plain.compaction import Compaction
 from vllm_h2o.kernels.plain.prepare import PlainKernels, PlainStep
 from vllm_h2o.kernels.plain.scoring import DecodeFlush, PrefillChunk
+from vllm_h2o.planner import StepPlanner
 from vllm_h2o.query_ring import QueryRing
-from vllm_h2o.step_plan import Batch, StepPlan, StepPlanner
+from vllm_h2o.step_plan import Batch, StepPlan
 from vllm_h2o.trace import TraceLog
 
 NUM_BLOCKS = 200

@@ -17,8 +17,9 @@ from vllm_h2o.engine.memory import allocate_rings, num_ring_queries
 from vllm_h2o.engine.spec import H2OSpec
 from vllm_h2o.kernels import create as create_kernels
 from vllm_h2o.kernels.base import LayerState, PreparedStep
+from vllm_h2o.planner import StepPlanner
 from vllm_h2o.query_ring import QueryRing
-from vllm_h2o.step_plan import Batch, StepPlan, StepPlanner
+from vllm_h2o.step_plan import Batch, StepPlan
 from vllm_h2o.trace import TraceLog
 
 logger = init_logger("vllm.h2o.builder")

@@ -11,7 +11,7 @@ import triton
 from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.kernels.triton import compaction, ranks
 from vllm_h2o.kernels.triton.layers import LayerGroup
-from vllm_h2o.kernels.triton.upload import to_device
+from vllm_h2o.kernels.triton.upload import live_table, to_device
 from vllm_h2o.step_plan import DropRows
 
 SCRATCH_BYTES = 64 << 20
@@ -38,25 +38,17 @@ class DropWork:
     @classmethod
     def of(cls, rows: DropRows, config: KVPolicyConfig, device: torch.device) -> "DropWork":
         order = np.argsort(-rows.num_live, kind="stable")
-        width = -(-int(rows.num_live[order[0]]) // config.block_size)
         ordered = DropRows(
             rows.num_live[order],
             rows.num_dropped[order],
-            rows.live_table[order, :width],
+            rows.live_table[order],
             rows.num_tokens[order],
             rows.total_weights,
         )
-        *tensors, total_weights = to_device(
-            [
-                ordered.num_live,
-                ordered.num_dropped,
-                ordered.num_tokens,
-                ordered.live_table,
-                rows.total_weights,
-            ],
-            device,
-        )
-        return cls(config, ordered, tuple(tensors), total_weights)
+        columns: list[Any] = [ordered.num_live, ordered.num_dropped, ordered.num_tokens, rows.total_weights]
+        *tensors, total_weights = to_device(columns, device)
+        table = live_table(ordered.live_table, -(-int(ordered.num_live[0]) // config.block_size), device)
+        return cls(config, ordered, (*tensors, table), total_weights)
 
     def run(self, group: LayerGroup) -> None:
         """Drop the rows' tokens in all layers of the group."""

@@ -12,7 +12,7 @@ from vllm_h2o.kernels.triton.drop_rows import SCRATCH_BYTES, DropWork, piece_byt
 from vllm_h2o.kernels.triton.layers import LayerGroup
 from vllm_h2o.kernels.triton.score_rows import ScoreWork
 from vllm_h2o.kernels.triton.upload import to_device
-from vllm_h2o.step_plan import StepPlan
+from vllm_h2o.step_plan import IntArray, StepPlan
 
 _TILE = 1024
 
@@ -46,37 +46,70 @@ class TritonKernels(Kernels):
 
 
 class TritonStep(PreparedStep):
-    """Descriptors that serve all layers."""
+    """A step's work in the order in which it has to be done; descriptors serve all layers.
+
+    What belongs before and after the step's own chunks can be done for all layers of a group at once.
+    """
 
     def __init__(self, kernels: TritonKernels, plan: StepPlan) -> None:
         self._kernels = kernels
         config, device = kernels.config, kernels.device
-        self._appended = plan.append_tokens.size
-        slots = np.full(int(plan.append_tokens.max(initial=-1)) + 1, -1)
-        slots[plan.append_tokens] = plan.append_slots
-        self._slots, self._started, self._started_positions = to_device(
-            [slots, plan.started_blocks, plan.started_positions], device
+        self.append_slots = append_slots(plan)
+        self._started, self._started_positions = to_device(
+            [plan.started_blocks, plan.started_positions], device
         )
-        self._scores = [ScoreWork.of(rows, config, device) for rows in plan.scores]
+        if plan.table is not None:
+            self._started = torch.take(plan.table, self._started.long())
+        works = [ScoreWork.of(rows, config, device) for rows in plan.scores]
+        # Kept queries come before a row's chunk or after it, so that each is scored once.
+        chunk = next((i for i, work in enumerate(works) if not work.from_ring), 0)
+        self._before, self._after = works[:chunk], works[chunk:]
+        self._chunks: list[ScoreWork] = []
+        if self._after and not self._after[0].from_ring:
+            self._chunks = [self._after.pop(0)]
         self._drops = None if plan.drops is None else DropWork.of(plan.drops, config, device)
 
+    def start(self, group: LayerGroup) -> None:
+        """Before the step's attention: score what is pending, reset the blocks that begin."""
+        for work in self._before:
+            work.run(group, group.first.ring)
+        if self._started.numel():
+            draws = self._kernels.config.rank_by == "random"
+            start_blocks(group, self._started, self._started_positions, draws=draws)
+
+    def score_chunks(self, group: LayerGroup, query: torch.Tensor) -> None:
+        """After one layer's attention, whose queries are not kept."""
+        for work in self._chunks:
+            work.run(group, query)
+
+    def finish(self, group: LayerGroup) -> None:
+        """Once all queries of the step are kept, any time before the next step: score them, drop tokens."""
+        for work in self._after:
+            work.run(group, group.first.ring)
+        if self._drops is not None:
+            self._drops.run(group)
+
     def after_attention(self, layer: LayerState, query: torch.Tensor) -> None:
-        """As ``PreparedStep`` says.
+        """All of it for one layer, as ``PreparedStep`` says.
 
         Raises:
             KernelError: the layer's memory or the queries aren't what the kernels take.
         """
         group = self._kernels.group(layer)
-        _check_query(query, group)
-        if self._appended:
-            keep_queries(query, layer.ring, self._slots)
-        if self._started.numel():
-            draws = self._kernels.config.rank_by == "random"
-            start_blocks(group, self._started, self._started_positions, draws=draws)
-        for work in self._scores:
-            work.run(group, layer.ring if work.from_ring else query)
-        if self._drops is not None:
-            self._drops.run(group)
+        check_query(query, group)
+        self.start(group)
+        if self.append_slots.size:
+            (slots,) = to_device([self.append_slots], self._kernels.device)
+            keep_queries(query, layer.ring, slots)
+        self.score_chunks(group, query)
+        self.finish(group)
+
+
+def append_slots(plan: StepPlan) -> IntArray:
+    """``[tokens up to the last kept one]``, the ring's slot of each query of the batch, or -1."""
+    slots = np.full(int(plan.append_tokens.max(initial=-1)) + 1, -1)
+    slots[plan.append_tokens] = plan.append_slots
+    return slots
 
 
 def keep_queries(query: torch.Tensor, ring: torch.Tensor, slots: torch.Tensor) -> None:
@@ -102,7 +135,8 @@ def start_blocks(
     )  # fmt: skip
 
 
-def _check_query(query: torch.Tensor, group: LayerGroup) -> None:
+def check_query(query: torch.Tensor, group: LayerGroup) -> None:
+    """Raise KernelError unless ``query`` is ``[tokens, num_heads, head_size]`` as the group's rings are."""
     head_size = group.sizes["HEAD_SIZE"]
     if query.ndim != 3 or query.shape[1:] != (group.num_heads, head_size):
         raise KernelError("shape of query", tuple(query.shape), f"[tokens, {group.num_heads}, {head_size}]")

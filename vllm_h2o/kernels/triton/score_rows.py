@@ -10,7 +10,7 @@ import triton
 from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.kernels.triton import scoring
 from vllm_h2o.kernels.triton.layers import LayerGroup, triton_type
-from vllm_h2o.kernels.triton.upload import to_device
+from vllm_h2o.kernels.triton.upload import live_table, to_device
 from vllm_h2o.step_plan import ScoreRows
 
 
@@ -36,12 +36,12 @@ class ScoreWork:
             "num_queries": rows.num_queries,
             "num_live": rows.num_live,
             "lse_start": np.cumsum(rows.num_queries) - rows.num_queries,
-            "table": rows.live_table[:, : -(-longest // config.block_size)],
         }
         *tensors, weights, decay = to_device([*columns.values(), rows.weights, rows.decay], device)
+        table = live_table(rows.live_table, -(-longest // config.block_size), device)
         return cls(
             from_ring=from_ring,
-            rows=dict(zip(columns, tensors, strict=True)),
+            rows={**dict(zip(columns, tensors, strict=True)), "table": table},
             weights=weights,
             decay=decay,
             total_queries=int(rows.num_queries.sum()),

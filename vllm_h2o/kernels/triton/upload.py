@@ -7,7 +7,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm_h2o.device_plan import DeviceTable
+
 _ALIGNED_WORDS = 4
+
+
+def live_table(table: Any, num_blocks: int, device: torch.device) -> torch.Tensor:
+    """``[num_rows, num_blocks]`` int32 on the device, of a table there or on the host."""
+    if isinstance(table, DeviceTable):
+        return table.live(num_blocks)
+    (uploaded,) = to_device([table[:, :num_blocks]], device)
+    return uploaded
 
 
 def to_device(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:

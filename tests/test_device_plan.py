@@ -1,0 +1,156 @@
+"""Plans for block tables on a device, against those for tables on the host, over random schedules."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_h2o.config import KVPolicyConfig
+from vllm_h2o.device_plan import DevicePlanner, DeviceTable
+from vllm_h2o.planner import StepPlanner
+from vllm_h2o.query_ring import QueryRing
+from vllm_h2o.request_ring import RequestRing
+from vllm_h2o.step_plan import DropRows, ScoreRows, StepPlan
+
+BLOCK, MAX_REQUESTS, WIDTH = 4, 5, 40
+
+
+@dataclass
+class Request:
+    """One running request: its blocks and how far it is."""
+
+    blocks: list[int]
+    prompt_tokens: int
+    end_tokens: int
+    computed: int = 0
+
+
+class Schedule:
+    """Requests come, go, are preempted and skip steps; rows change places from step to step."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.slots: list[Request | None] = [None] * MAX_REQUESTS
+        self.next_block = 1
+
+    def step(self) -> tuple[list[int], list[int], list[int], np.ndarray]:
+        """Requests of the rows, their tokens with the new ones, new tokens, and the block table."""
+        for i, request in enumerate(self.slots):
+            if request is None and self.draw.random() < 0.4:
+                prompt = self.draw.choice([1, 2, 3, 4, 5, 9, 30])
+                self.slots[i] = Request([], prompt, prompt + self.draw.randint(1, 60))
+            elif request is not None and self.draw.random() < 0.02:
+                request.computed = 0  # preempted: its blocks are gone, its tokens become a prompt
+                request.blocks = []
+                request.prompt_tokens = self.draw.randint(1, request.end_tokens)
+        rows = [i for i, request in enumerate(self.slots) if request and self.draw.random() < 0.8]
+        self.draw.shuffle(rows)
+        totals, new = [], []
+        table = np.zeros((MAX_REQUESTS + 1, WIDTH), dtype=np.int32)
+        for row, i in enumerate(rows):
+            request = self.slots[i]
+            assert request is not None
+            left = request.prompt_tokens - request.computed
+            new.append(min(left, self.draw.choice([1, 3, 8])) if left > 0 else 1)
+            totals.append(request.computed + new[-1])
+            while len(request.blocks) * BLOCK < totals[-1]:
+                request.blocks.append(self.next_block)
+                self.next_block += 1
+            table[row, : len(request.blocks)] = request.blocks
+            request.computed = totals[-1]
+            if request.computed >= request.end_tokens:
+                self.slots[i] = None
+        return rows, totals, new, table
+
+
+def config(name: str) -> KVPolicyConfig:
+    return KVPolicyConfig(
+        name=name,
+        block_size=BLOCK,
+        budget_tokens=24,
+        recent_tokens=5,
+        pinned_blocks=1,
+        granularity="token",
+        score_half_life_tokens=9.0 if name == "h2o" else None,
+        score_pool=1,
+        max_model_len=WIDTH * BLOCK,
+        max_in_flight_tokens=64,
+        score_window_tokens=3,
+        rank_by="sum",
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 2**31), name=st.sampled_from(["h2o", "snapkv"]))
+def test_both_plan_the_same(seed: int, name: str) -> None:
+    policy = config(name)
+    host = StepPlanner(policy, QueryRing(200, BLOCK), None)
+    device = DevicePlanner(policy, RequestRing(MAX_REQUESTS, BLOCK))
+    schedule = Schedule(seed)
+    for _ in range(120):
+        rows, totals, new, table = schedule.step()
+        if not rows:
+            continue
+        seq_lens, starts = np.array(totals), np.concatenate([[0], np.cumsum(new)])
+        expected = host.plan(host.batch(seq_lens, starts, table[: len(rows)]))
+        # A row of padding behind, as in a CUDA graph.
+        seq_lens, starts = np.append(seq_lens, 0), np.append(starts, starts[-1])
+        on_device = torch.from_numpy(table[: len(rows) + 1].copy())
+        batch = device.device_batch(seq_lens, starts, on_device, np.array(rows))
+        check(device.plan(batch), expected, on_device)
+
+
+def check(found: StepPlan, expected: StepPlan, table: torch.Tensor) -> None:
+    np.testing.assert_array_equal(found.append_tokens, expected.append_tokens)
+    np.testing.assert_array_equal(found.append_slots % BLOCK, expected.append_slots % BLOCK)
+    assert found.table is table
+    started = torch.take(table, torch.from_numpy(found.started_blocks))
+    np.testing.assert_array_equal(started.numpy(), expected.started_blocks)
+    np.testing.assert_array_equal(found.started_positions, expected.started_positions)
+    assert len(found.scores) == len(expected.scores)
+    for ours, theirs in zip(found.scores, expected.scores, strict=True):
+        check_rows(ours, theirs, ("from_ring", "num_queries", "num_live", "weights", "decay"))
+        first = ours.first_query, theirs.first_query
+        if ours.from_ring.all():
+            first = first[0] % BLOCK, first[1] % BLOCK
+        np.testing.assert_array_equal(*first)
+    assert (found.drops is None) == (expected.drops is None)
+    if found.drops is not None and expected.drops is not None:
+        check_rows(found.drops, expected.drops, ("num_live", "num_dropped", "num_tokens"))
+
+
+def check_rows(ours: ScoreRows | DropRows, theirs: ScoreRows | DropRows, names: tuple[str, ...]) -> None:
+    for name in names:
+        np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name), err_msg=name)
+    assert isinstance(ours.live_table, DeviceTable)
+    live = ours.live_table.live(theirs.live_table.shape[1]).numpy()
+    for row, num_live in enumerate(theirs.num_live):
+        num_blocks = -(-int(num_live) // BLOCK)
+        np.testing.assert_array_equal(live[row, :num_blocks], theirs.live_table[row, :num_blocks])
+
+
+def test_what_an_earlier_request_left_behind_is_not_taken_for_ones_own() -> None:
+    """The new one has the same index, and its first decode token the offset that the old one waited for."""
+    ring = RequestRing(2, BLOCK)
+    one = np.array([1])
+    ring.append(one, np.array([1]))  # the old one's next would be at offset 2
+    ring.forget(one)  # the new one's prompt
+    _, first = ring.append(one, np.array([2]))
+    assert first.tolist() == [2]
+    _, first = ring.append(one, np.array([3]))
+    assert first.tolist() == [2]
+    slots, _ = ring.take_pending(one, np.array([0]))
+    assert slots.tolist() == [-1]
+
+
+@pytest.mark.parametrize("gap", [0, 2])
+def test_live_blocks_leave_the_gap_out(gap: int) -> None:
+    table = torch.arange(12, dtype=torch.int32).view(2, 6)
+    rows = DeviceTable(table, np.array([1]), np.array([gap]), pinned_blocks=1)
+    assert rows.live(4).tolist() == [[6, *range(7 + gap, 10 + gap)]] if gap < 2 else [[6, 9, 10, 11]]
