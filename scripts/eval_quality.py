@@ -28,8 +28,8 @@ sys.path.append(str(Path(__file__).resolve().parent / "quality"))
 import fetch_model
 import machine
 from model_store import StoreError
-from setup_env import ensure_environment
-from setup_steps import OFFLINE_ENVIRONMENT, ROOT, VENV, VENV_PYTHON, SetupError
+from setup_env import enter_environment
+from setup_steps import OFFLINE_ENVIRONMENT, ROOT, SetupError
 
 PLANS = ROOT / "configs" / "quality"
 RESULTS = ROOT / "scripts" / "results" / "quality"
@@ -83,9 +83,7 @@ def main() -> int:
     if options.quick:
         options.plan = PLANS / "quick.yaml"
     try:
-        changed = ensure_environment({"model", "bench"})
-        if changed or Path(sys.prefix).resolve() != VENV.resolve():
-            os.execv(VENV_PYTHON, [str(VENV_PYTHON), str(Path(__file__).resolve()), *sys.argv[1:]])
+        enter_environment({"model", "bench"}, __file__)
         if options.model is None:
             options.model = fetch_model.DEFAULT_TARGET
             fetch_model.fetch(options.model)

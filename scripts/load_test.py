@@ -15,7 +15,6 @@ otherwise idle machine.
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 from pathlib import Path
@@ -24,8 +23,8 @@ from types import FrameType
 import fetch_model
 from model_store import StoreError
 from server_process import ServerError
-from setup_env import ensure_environment
-from setup_steps import ROOT, VENV, VENV_PYTHON, SetupError
+from setup_env import enter_environment
+from setup_steps import ROOT, SetupError
 
 CONFIGS = ROOT / "configs" / "load"
 RESULTS = ROOT / "scripts" / "results" / "load"
@@ -80,9 +79,7 @@ def main() -> int:
             parser.error(f"there is no workload {name!r}; known: {', '.join(known)}")
     signal.signal(signal.SIGTERM, _exit_on_sigterm)
     try:
-        changed = ensure_environment({"model", "bench"})
-        if changed or Path(sys.prefix).resolve() != VENV.resolve():
-            os.execv(VENV_PYTHON, [str(VENV_PYTHON), str(Path(__file__).resolve()), *sys.argv[1:]])
+        enter_environment({"model", "bench"}, __file__)
         fetch_model.fetch(fetch_model.DEFAULT_TARGET)
         if options.quick:
             options.rounds = 1

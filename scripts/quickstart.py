@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import signal
 import sys
 import time
@@ -20,8 +19,8 @@ import fetch_model
 from model_store import StoreError
 from server_metrics import KV_USAGE, Peaks
 from server_process import HOST, Server, ServerError, check_port, free_port
-from setup_env import ensure_environment
-from setup_steps import OFFLINE_ENVIRONMENT, ROOT, VENV, VENV_PYTHON, SetupError
+from setup_env import enter_environment
+from setup_steps import OFFLINE_ENVIRONMENT, ROOT, VENV, SetupError
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 BUDGET_TOKENS = 512
@@ -166,10 +165,7 @@ def main() -> int:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, _exit_on_sigterm)
     try:
-        changed = ensure_environment({"model"})
-        if changed or Path(sys.prefix).resolve() != VENV.resolve():
-            # From here on with the environment's Python, which has the client and the plugin.
-            os.execv(VENV_PYTHON, [str(VENV_PYTHON), str(Path(__file__).resolve()), *sys.argv[1:]])
+        enter_environment({"model"}, __file__)
         _run(options.port, keep=options.keep)
     except (SetupError, StoreError, ServerError) as error:
         print(f"\nerror: {error}", file=sys.stderr)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import sys
 import time
@@ -42,6 +43,12 @@ def ensure_environment(extras: Iterable[str]) -> bool:
         _install_project(progress, wanted)
         progress.finish()
     return True
+
+
+def enter_environment(extras: Iterable[str], script: str) -> None:
+    """Set `.venv` up and go on in it: with another Python, `script` starts anew there with its arguments."""
+    if ensure_environment(extras) or Path(sys.prefix).resolve() != VENV.resolve():
+        os.execv(VENV_PYTHON, [str(VENV_PYTHON), str(Path(script).resolve()), *sys.argv[1:]])
 
 
 def _check_machine() -> None:

@@ -7,15 +7,12 @@ from typing import Any
 import peer_protocol
 import peer_vllm
 from peer_protocol import Phases
-from peer_workload import Task, recent_tokens
+from peer_workload import Task
 
 
 def measure(task: Task) -> tuple[list[Phases], dict[str, Any]]:
     """Run the task under H2O with the workload's budget, and else the plugin's defaults."""
-    budget = task.workload.budget_tokens
-    # Half of the budget is the default, which only the budget of --quick is too small for.
-    policy = {"name": "h2o", "budget": budget, "recent": recent_tokens(budget, budget // 2)}
-    return peer_vllm.measure(task, policy)
+    return peer_vllm.measure(task, {"name": "h2o", "budget": task.workload.budget_tokens})
 
 
 if __name__ == "__main__":
