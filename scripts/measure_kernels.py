@@ -69,8 +69,10 @@ def layer(dtype: torch.dtype, *, positions: bool) -> LayerState:
     views = PagedLayer.from_cpu_cache(cache, positions=positions)
     views.scores.uniform_()
     if views.positions is not None:
-        # As after many compactions: in no order.
-        views.positions.copy_(torch.randint(8192, views.positions.shape))
+        # As after many compactions: any of the earlier tokens, in no order.
+        for head in range(KV_HEADS):
+            order = torch.randperm(BLOCKS * BLOCK, dtype=torch.int32)
+            views.positions[:, head] = order.view(BLOCKS, BLOCK)
     ring = torch.randn(RING_SLOTS * BLOCK, KV_HEADS * GROUP, HEAD_SIZE).to(dtype)
     return LayerState("layer", views, ring, AttentionShape(HEAD_SIZE**-0.5))
 
@@ -97,7 +99,8 @@ def scored(num_rows: int, queries: int, live: int, *, from_ring: bool) -> StepPl
 
 def dropped(num_rows: int, live: int, tokens: int) -> StepPlan:
     lives, counts = np.full(num_rows, live), np.full(num_rows, tokens)
-    return StepPlan(drops=DropRows(lives, counts, table(num_rows, live), num_tokens=lives))
+    num_tokens = np.full(num_rows, BLOCKS * BLOCK)
+    return StepPlan(drops=DropRows(lives, counts, table(num_rows, live), num_tokens=num_tokens))
 
 
 CASES: dict[str, Callable[[], StepPlan]] = {

@@ -8,6 +8,7 @@
 
 #include "layer.h"
 #include "ranks.h"
+#include "vectors.h"
 
 namespace h2o {
 
@@ -53,26 +54,40 @@ class Compactor {
 
   // A token ranks by the highest score among its neighbours in the text; ties then go by age.
   void pool(const Layer& layer, const Step& step, const DropRow& row, int64_t head) {
-    const int64_t bs = layer.block_size, n = row.num_live, reach = step.score_pool / 2;
-    // Position and slot in one number each, as pairs sort slower. Pinned and recent tokens
-    // have never moved, so only those between are out of order.
-    keys_.resize(n);
-    for (int64_t slot = 0; slot < n; ++slot)
-      keys_[slot] = int64_t(layer.positions(row.blocks[slot / bs], head)[slot % bs]) << 32 | slot;
-    std::sort(keys_.begin() + std::min(step.pinned_tokens, n), keys_.end() - std::min(step.recent_tokens, n));
-    by_age_.resize(n);
-    for (int64_t age = 0; age < n; ++age) by_age_[age] = keys_[age] & 0xFFFFFFFF;
-    pooled_.resize(n);
-    // Pinned tokens are the oldest and may be shared, so they keep no scores.
-    for (int64_t age = 0; age < n; ++age) {
-      float most = -std::numeric_limits<float>::infinity();
-      const int64_t end = std::min(n, age + reach + 1);
-      for (int64_t near = std::max(step.pinned_tokens, age - reach); near < end; ++near)
-        most = std::max(most, ranks_[by_age_[near]]);
-      pooled_[by_age_[age]] = most;
+    const int64_t n = row.num_live, reach = step.score_pool / 2;
+    sort_by_age(layer, row, head);
+    // Ranks by age with room on both sides, so that every window is whole. Pinned tokens are the oldest and
+    // may be shared, so they keep no scores.
+    const float none = -std::numeric_limits<float>::infinity();
+    const int64_t padded = (n + kLanes - 1) / kLanes * kLanes;
+    aged_.assign(padded + 2 * reach + kLanes, none);
+    for (int64_t age = step.pinned_tokens; age < n; ++age) aged_[reach + age] = ranks_[by_age_[age]];
+    pooled_.resize(padded);
+    for (int64_t age = 0; age < padded; age += kLanes) {
+      Floats most = load(&aged_[age]);
+      for (int64_t i = 1; i < step.score_pool; ++i) most = max(most, load(&aged_[age + i]));
+      store(&pooled_[age], most);
     }
-    ranks_.swap(pooled_);
-    for (int64_t age = 0; age < n; ++age) order_[by_age_[age]] = age;
+    for (int64_t age = 0; age < n; ++age) {
+      ranks_[by_age_[age]] = pooled_[age];
+      order_[by_age_[age]] = age;
+    }
+  }
+
+  // by_age_: the slots, oldest token first. Positions are distinct, so marking them in a bitmap sorts them.
+  void sort_by_age(const Layer& layer, const DropRow& row, int64_t head) {
+    const int64_t bs = layer.block_size, n = row.num_live;
+    slot_at_.resize(std::max<size_t>(slot_at_.size(), row.num_tokens));
+    marks_.assign(row.num_tokens / 64 + 1, 0);
+    for (int64_t slot = 0; slot < n; ++slot) {
+      const int64_t position = layer.positions(row.blocks[slot / bs], head)[slot % bs];
+      slot_at_[position] = slot;
+      marks_[position / 64] |= uint64_t(1) << position % 64;
+    }
+    by_age_.clear();
+    for (size_t word = 0; word < marks_.size(); ++word)
+      for (uint64_t marks = marks_[word]; marks; marks &= marks - 1)
+        by_age_.push_back(slot_at_[word * 64 + __builtin_ctzll(marks)]);
   }
 
   void choose_tokens(const Step& step, const DropRow& row) {
@@ -125,8 +140,10 @@ class Compactor {
   }
 
   Ranker<T> ranker_;
-  std::vector<float> ranks_, pooled_;
-  std::vector<int64_t> order_, keys_, by_age_;
+  std::vector<float> ranks_, aged_, pooled_;
+  std::vector<int64_t> order_, by_age_;
+  std::vector<int32_t> slot_at_;
+  std::vector<uint64_t> marks_;
   std::vector<Ranked> ranked_;
   std::vector<uint8_t> victims_;
 };

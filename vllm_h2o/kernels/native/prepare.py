@@ -32,13 +32,16 @@ class NativeKernels(Kernels):
         return NativeStep(self, plan)
 
     def scratch_bytes(self, sizes: LayerSizes) -> int:
-        live_tokens = self.config.max_blocks_per_request * self.config.block_size
-        if not self.config.scores_attention:
+        config, threads = self.config, torch.get_num_threads()
+        live_tokens = config.max_blocks_per_request * config.block_size
+        # Which slot a position is in, in each thread.
+        pooling = 4 * config.max_model_len * threads if config.score_pool > 1 else 0
+        if not config.scores_attention:
             # The directions of one head's keys in each thread.
-            by_keys = self.config.rank_by == "keys"
-            return 4 * live_tokens * sizes.head_size * torch.get_num_threads() if by_keys else 0
-        per_thread = self._library.h2o_scratch_bytes(live_tokens, sizes.num_kv_heads, sizes.head_size)
-        return int(per_thread)
+            by_keys = 4 * live_tokens * sizes.head_size * threads if config.rank_by == "keys" else 0
+            return pooling + by_keys
+        scoring = self._library.h2o_scratch_bytes(live_tokens, sizes.num_kv_heads, sizes.head_size)
+        return pooling + int(scoring)
 
     def layer(self, state: LayerState) -> library.Layer:
         """The layer's structure, made when its memory is first seen."""
