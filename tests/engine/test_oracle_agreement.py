@@ -47,6 +47,8 @@ def test_engine_keeps_what_the_oracle_keeps(
     ("name", "rank", "written"),
     [
         ("h2o", "value", DEFAULTS),
+        # Queries older than 72 tokens are not scored, of chunks of 256: the oracle counts them all.
+        ("h2o", "value", {"score_half_life": 3.0, "score_pool": 15, "recent": 25}),
         ("h2o", "mean", {**PAPER, "score_rank": "mean"}),
         ("h2o", "value", {**PAPER, "score_rank": "value", "granularity": "block"}),
         ("snapkv", "sum", {"score_window": 16, "score_pool": 7, "recent": 32}),

@@ -1,10 +1,14 @@
 """H2O: heavy hitters by accumulated attention, next to a recent window."""
 
+import math
 from typing import ClassVar
 
 import numpy as np
 
 from vllm_h2o.policies.base import AttentionPolicy, FloatArray, IntArray
+
+_FLOAT32_BITS = 24
+_NO_LIMIT = np.iinfo(np.int64).max
 
 
 class H2OPolicy(AttentionPolicy):
@@ -12,10 +16,11 @@ class H2OPolicy(AttentionPolicy):
 
     Formula: ``sum over queries that saw the token of p(query, token)``, summed over the query heads of its
     KV head; survivors keep their sum, evicted tokens forget theirs. Direction: higher = keep. Cost: one more
-    pass over Q and K.
+    pass over Q and K, with a half-life ``h`` over the newest ``24 h`` queries of a prompt's chunk only.
 
     With a half-life ``h`` a query that is ``a`` tokens old counts ``0.5 ** (a / h)``, which is applied as a
-    decay of the stored sums and is exact for prefill and decode alike. ``--kv-score-rank mean`` divides a
+    decay of the stored sums and is exact for prefill and decode alike. Queries of a chunk that are 24
+    half-lives old or more count less than the rounding of float32, and aren't scored. ``--kv-score-rank mean`` divides a
     sum by the weights of all queries that saw the token, which takes away the lead of old tokens (the
     paper's appendix B.2 found it worse); ``value`` multiplies it by the L1 norm of the token's value (VATP,
     arXiv 2406.12335), so that tokens which are looked at but add next to nothing to the output may go.
@@ -40,10 +45,19 @@ class H2OPolicy(AttentionPolicy):
     }
 
     def query_weights(self, ages_tokens: IntArray) -> FloatArray:
-        half_life = self.config.score_half_life_tokens
-        if half_life is None:
-            return np.ones(ages_tokens.shape, dtype=np.float32)
-        return np.exp2(-ages_tokens / half_life).astype(np.float32)
+        return np.where(ages_tokens < self._oldest, self.decay(ages_tokens), 0).astype(np.float32)
 
     def decay(self, num_queries: IntArray) -> FloatArray:
-        return self.query_weights(num_queries)
+        half_life = self.config.score_half_life_tokens
+        if half_life is None:
+            return np.ones(num_queries.shape, dtype=np.float32)
+        return np.exp2(-num_queries / half_life).astype(np.float32)
+
+    def num_scored(self, num_queries: IntArray) -> IntArray:
+        return np.minimum(num_queries, self._oldest)
+
+    @property
+    def _oldest(self) -> int:
+        """Age in tokens from which a query counts less than float32 tells 1 from what is next to it."""
+        half_life = self.config.score_half_life_tokens
+        return _NO_LIMIT if half_life is None else math.ceil(_FLOAT32_BITS * half_life)
