@@ -111,6 +111,7 @@ CASES: dict[str, Callable[[], StepPlan]] = {
     "score a block of 1 row, 8,192 live": lambda: scored(1, BLOCK, 8192, from_ring=True),
     "score a prompt of 512": lambda: scored(1, 512, 512, from_ring=False),
     "score a prompt of 2,048": lambda: scored(1, 2048, 2048, from_ring=False),
+    "defaults: score a prompt of 2,048": lambda: scored(1, 768, 2048, from_ring=False),
     "score 2,048 queries, 8,192 live": lambda: scored(1, 2048, 8192, from_ring=False),
     "drop a block of 8 rows, 544 live": lambda: dropped(8, 544, BLOCK),
     "drop 2,048 of 2,560": lambda: dropped(1, 2560, 2048),

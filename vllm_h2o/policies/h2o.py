@@ -20,10 +20,12 @@ class H2OPolicy(AttentionPolicy):
 
     With a half-life ``h`` a query that is ``a`` tokens old counts ``0.5 ** (a / h)``, which is applied as a
     decay of the stored sums and is exact for prefill and decode alike. Queries of a chunk that are 24
-    half-lives old or more count less than the rounding of float32, and aren't scored. ``--kv-score-rank mean`` divides a
-    sum by the weights of all queries that saw the token, which takes away the lead of old tokens (the
-    paper's appendix B.2 found it worse); ``value`` multiplies it by the L1 norm of the token's value (VATP,
-    arXiv 2406.12335), so that tokens which are looked at but add next to nothing to the output may go.
+    half-lives old or more count less than the rounding of float32, and aren't scored.
+
+    ``--kv-score-rank mean`` divides a sum by the weights of all queries that saw the token, which takes
+    away the lead of old tokens (the paper's appendix B.2 found it worse); ``value`` multiplies it by the L1
+    norm of the token's value (VATP, arXiv 2406.12335), so that tokens which are looked at but add next to
+    nothing to the output may go.
 
     The defaults are what did best in docs/quality.md. The paper is the preset ``paper``: plain sums, no
     pooling, half of the budget for the newest tokens, nothing pinned. Plain sums favour tokens that were
