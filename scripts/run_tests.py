@@ -28,7 +28,8 @@ IN_PARALLEL = ("-n", "2", "--dist", "loadfile")
 """Files are shared out, so that what the tests of one start is started once."""
 
 INTERPRETED_TESTS = (
-    *("tests/test_triton.py", "tests/test_scoring.py", "tests/test_compaction.py", "tests/test_ranks.py"),
+    *("tests/test_triton.py", "tests/test_triton_steps.py", "tests/test_scoring.py"),
+    *("tests/test_compaction.py", "tests/test_ranks.py"),
     *("-k", "triton"),
 )
 """Tests of the Triton kernels in Triton's interpreter, which takes over a whole process."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from schedules import Schedule
 from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.device_plan import DevicePlanner, DeviceTable
 from vllm_h2o.planner import StepPlanner
@@ -19,54 +17,6 @@ from vllm_h2o.request_ring import RequestRing
 from vllm_h2o.step_plan import DropRows, ScoreRows, StepPlan
 
 BLOCK, MAX_REQUESTS, WIDTH = 4, 5, 40
-
-
-@dataclass
-class Request:
-    """One running request: its blocks and how far it is."""
-
-    blocks: list[int]
-    prompt_tokens: int
-    end_tokens: int
-    computed: int = 0
-
-
-class Schedule:
-    """Requests come, go, are preempted and skip steps; rows change places from step to step."""
-
-    def __init__(self, seed: int) -> None:
-        self.draw = random.Random(seed)
-        self.slots: list[Request | None] = [None] * MAX_REQUESTS
-        self.next_block = 1
-
-    def step(self) -> tuple[list[int], list[int], list[int], np.ndarray]:
-        """Requests of the rows, their tokens with the new ones, new tokens, and the block table."""
-        for i, request in enumerate(self.slots):
-            if request is None and self.draw.random() < 0.4:
-                prompt = self.draw.choice([1, 2, 3, 4, 5, 9, 30])
-                self.slots[i] = Request([], prompt, prompt + self.draw.randint(1, 60))
-            elif request is not None and self.draw.random() < 0.02:
-                request.computed = 0  # preempted: its blocks are gone, its tokens become a prompt
-                request.blocks = []
-                request.prompt_tokens = self.draw.randint(1, request.end_tokens)
-        rows = [i for i, request in enumerate(self.slots) if request and self.draw.random() < 0.8]
-        self.draw.shuffle(rows)
-        totals, new = [], []
-        table = np.zeros((MAX_REQUESTS + 1, WIDTH), dtype=np.int32)
-        for row, i in enumerate(rows):
-            request = self.slots[i]
-            assert request is not None
-            left = request.prompt_tokens - request.computed
-            new.append(min(left, self.draw.choice([1, 3, 8])) if left > 0 else 1)
-            totals.append(request.computed + new[-1])
-            while len(request.blocks) * BLOCK < totals[-1]:
-                request.blocks.append(self.next_block)
-                self.next_block += 1
-            table[row, : len(request.blocks)] = request.blocks
-            request.computed = totals[-1]
-            if request.computed >= request.end_tokens:
-                self.slots[i] = None
-        return rows, totals, new, table
 
 
 def config(name: str) -> KVPolicyConfig:
@@ -92,17 +42,17 @@ def test_both_plan_the_same(seed: int, name: str) -> None:
     policy = config(name)
     host = StepPlanner(policy, QueryRing(200, BLOCK), None)
     device = DevicePlanner(policy, RequestRing(MAX_REQUESTS, BLOCK))
-    schedule = Schedule(seed)
+    schedule = Schedule(policy, seed, max_requests=MAX_REQUESTS)
     for _ in range(120):
-        rows, totals, new, table = schedule.step()
-        if not rows:
+        step = schedule.step()
+        if not step.requests:
             continue
-        seq_lens, starts = np.array(totals), np.concatenate([[0], np.cumsum(new)])
-        expected = host.plan(host.batch(seq_lens, starts, table[: len(rows)]))
+        seq_lens, starts = np.array(step.totals), np.concatenate([[0], np.cumsum(step.new)])
+        expected = host.plan(host.batch(seq_lens, starts, step.table))
         # A row of padding behind, as in a CUDA graph.
         seq_lens, starts = np.append(seq_lens, 0), np.append(starts, starts[-1])
-        on_device = torch.from_numpy(table[: len(rows) + 1].copy())
-        batch = device.device_batch(seq_lens, starts, on_device, np.array(rows))
+        on_device = torch.from_numpy(np.pad(step.table, ((0, 1), (0, 0))))
+        batch = device.device_batch(seq_lens, starts, on_device, np.array(step.requests))
         check(device.plan(batch), expected, on_device)
 
 

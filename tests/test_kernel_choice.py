@@ -48,6 +48,12 @@ def test_choice(choice: KernelChoice, name: str) -> None:
     assert kernels.create(config(choice)).name == name
 
 
+@pytest.mark.parametrize(("choice", "device"), [("triton", "cpu"), ("triton", "cuda"), ("auto", "cuda")])
+def test_choice_on_a_gpu(choice: KernelChoice, device: str) -> None:
+    pytest.importorskip("triton")
+    assert kernels.create(config(choice), torch.device(device)).name == "triton"
+
+
 def test_without_a_compiler_auto_says_so_and_works(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

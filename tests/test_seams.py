@@ -10,10 +10,11 @@ import pytest
 
 from tests.engines import MODEL
 from vllm_h2o.engine.compat import SEAMS, WORKER_SEAMS, Seam, check_seams
+from vllm_h2o.engine.gpu.compat import GPU_SEAMS
 from vllm_h2o.errors import SeamError
 
 
-@pytest.mark.parametrize("seam", SEAMS + WORKER_SEAMS, ids=lambda seam: seam.name)
+@pytest.mark.parametrize("seam", SEAMS + WORKER_SEAMS + GPU_SEAMS, ids=lambda seam: seam.name)
 def test_seam_matches_installed_vllm(seam: Seam) -> None:
     assert seam.mismatch() is None
     assert seam.purpose

@@ -24,8 +24,8 @@ how unlike the others its key is, a number drawn when it came, or its position."
 ATTENTION_RANKS = RANKS[:3]
 """Those that come from scores, so that queries have to be kept and scored."""
 
-KernelChoice = Literal["auto", "native", "torch"]
-KERNEL_CHOICES: tuple[KernelChoice, ...] = ("auto", "native", "torch")
+KernelChoice = Literal["auto", "native", "torch", "triton"]
+KERNEL_CHOICES: tuple[KernelChoice, ...] = ("auto", "native", "torch", "triton")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,8 @@ class KVPolicyConfig:
         rank_by: what a token ranks by.
         max_model_len: longest sequence the server accepts.
         max_in_flight_tokens: most tokens that vLLM schedules before the first of them is settled.
-        kernels: compiled kernels (``native``), tensor operations (``torch``), or ``auto``: native where they
-            can be compiled.
+        kernels: compiled kernels (``native``), tensor operations (``torch``), kernels for GPUs (``triton``),
+            or ``auto``: on a GPU those, on a CPU native where they can be compiled.
         trace: debugging: record the position of every slot, and what each compaction kept.
     """
 

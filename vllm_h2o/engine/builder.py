@@ -18,7 +18,7 @@ from vllm_h2o.engine.spec import H2OSpec
 from vllm_h2o.kernels import create as create_kernels
 from vllm_h2o.kernels.base import LayerState, PreparedStep
 from vllm_h2o.planner import StepPlanner
-from vllm_h2o.query_ring import QueryRing
+from vllm_h2o.query_ring import QueryRing, num_ring_slots
 from vllm_h2o.step_plan import Batch, StepPlan
 from vllm_h2o.trace import TraceLog
 
@@ -70,8 +70,9 @@ class H2OCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             logger.info_once("KV policy: attention uses AVX-512 kernels instead of AMX.")
         assert self.isa in ("vec", "vec16"), self.isa
         policy = kv_cache_spec.policy
-        num_queries = num_ring_queries(vllm_config, policy)
-        allocate_rings(vllm_config, layer_names, num_queries)
+        num_slots = num_ring_slots(vllm_config.scheduler_config.max_num_seqs)
+        num_queries = num_ring_queries(policy, num_slots)
+        allocate_rings(vllm_config, layer_names, num_queries, device)
         self.planner = StepPlanner(
             policy,
             QueryRing(num_queries // policy.block_size, policy.block_size),

@@ -71,6 +71,9 @@ __all__ = [
 CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 """The worker that vLLM picks on CPU, and that ``vllm_h2o.engine.worker`` extends."""
 
+GPU_WORKER = "vllm.v1.worker.gpu_worker.Worker"
+"""As ``CPU_WORKER``, on NVIDIA GPUs; ``vllm_h2o.engine.gpu.worker`` extends it."""
+
 SUPPORTED_VLLM = ("0.32", "0.33")
 
 
@@ -133,12 +136,12 @@ SEAMS: tuple[Seam, ...] = (
         "carries the settings",
     ),
     Seam("vllm.config:VllmConfig.max_in_flight_tokens", (), "bounds the blocks of a request"),
-    Seam("vllm.config:VllmConfig.use_v2_model_runner", (), "refuses the runner that wasn't tested"),
+    Seam("vllm.config:VllmConfig.use_v2_model_runner", (), "refuses the other runner"),
     Seam("vllm.config:ParallelConfig", ("worker_cls", "worker_extension_cls"), "our worker class"),
     Seam(
         "vllm.v1.attention.backends.registry:register_backend",
         ("backend", "class_path"),
-        "our CPU attention backend",
+        "our attention backends",
     ),
     Seam(
         "vllm.v1.attention.selector:_cached_get_attn_backend.cache_clear",

@@ -19,6 +19,7 @@ from vllm_h2o.settings import KVPolicySettings
 logger = init_logger("vllm.h2o")
 
 WORKER = "vllm_h2o.engine.worker.H2OCPUWorker"
+GPU_WORKER = "vllm_h2o.engine.gpu.worker.H2OGPUWorker"
 _MARK = "__vllm_h2o__"
 
 
@@ -88,9 +89,9 @@ def apply_policy(vllm_config: VllmConfig, settings: KVPolicySettings) -> VllmCon
             max_in_flight_tokens=vllm_config.max_in_flight_tokens,
         )
     except ConfigError as error:
-        refuse_engine(vllm_config, str(settings.name), error)
+        refuse_engine(vllm_config, settings, error)
         raise
-    refuse_engine(vllm_config, policy.name, None)
+    refuse_engine(vllm_config, settings, None)
     refuse_small_pool(vllm_config, policy)
     for note in notes:
         logger.warning("KV policy: %s.", note)
@@ -105,4 +106,4 @@ def _set_policy(vllm_config: VllmConfig, policy: KVPolicyConfig) -> None:
         **vllm_config.additional_config,
         CONFIG_KEY: policy.to_dict(),
     }
-    vllm_config.parallel_config.worker_cls = WORKER
+    vllm_config.parallel_config.worker_cls = GPU_WORKER if current_platform.is_cuda() else WORKER

@@ -6,6 +6,7 @@ from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.engine import backend
 from vllm_h2o.engine.compat import (
     CPU_WORKER,
+    GPU_WORKER,
     Attention,
     AttentionLayerBase,
     AttentionType,
@@ -17,7 +18,9 @@ from vllm_h2o.engine.compat import (
     current_platform,
     get_layers_from_vllm_config,
 )
+from vllm_h2o.engine.gpu.refusals import OPT_IN, gpu_refusals, layer_refusal
 from vllm_h2o.errors import ConfigError, Refusal, RefusedError
+from vllm_h2o.settings import KVPolicySettings
 
 CPU_BLOCK_MULTIPLE = 32
 """Tokens: vLLM's CPU kernels read blocks of a multiple of this."""
@@ -25,17 +28,17 @@ CPU_BLOCK_MULTIPLE = 32
 _PLAIN = "Serve this model without --kv-policy."
 
 
-def refuse_engine(vllm_config: VllmConfig, policy_name: str, setting: ConfigError | None) -> None:
+def refuse_engine(vllm_config: VllmConfig, settings: KVPolicySettings, wrong: ConfigError | None) -> None:
     """Raise RefusedError with every reason that the configuration alone shows.
 
     Args:
-        setting: what is wrong with the policy's own settings, to be listed with the rest.
+        wrong: what is wrong with the settings themselves, to be listed with the rest.
     """
-    refusals = [*_platform(vllm_config), *_features(vllm_config), *_model_config(vllm_config)]
+    refusals = [*_platform(vllm_config, settings), *_features(vllm_config), *_model_config(vllm_config)]
     if refusals:
-        if setting is not None:
-            refusals.append(Refusal(f"{setting.setting}: {setting.limit}", repr(setting.value), setting.fix))
-        raise RefusedError(policy_name, refusals)
+        if wrong is not None:
+            refusals.append(Refusal(f"{wrong.setting}: {wrong.limit}", repr(wrong.value), wrong.fix))
+        raise RefusedError(str(settings.name), refusals)
 
 
 def refuse_model(vllm_config: VllmConfig, policy: KVPolicyConfig) -> None:
@@ -83,14 +86,32 @@ def _room_for_one(policy: KVPolicyConfig) -> str:
     )
 
 
-def _platform(vllm_config: VllmConfig) -> Iterator[Refusal]:
-    if not current_platform.is_cpu():
+def _platform(vllm_config: VllmConfig, settings: KVPolicySettings) -> Iterator[Refusal]:
+    if current_platform.is_cuda():
+        refusals, worker = gpu_refusals(vllm_config, settings), GPU_WORKER
+    elif current_platform.is_cpu():
+        refusals, worker = _cpu(vllm_config, settings), CPU_WORKER
+    else:
         yield Refusal(
-            "only the CPU backend is supported so far",
+            "platforms other than x86-64 CPUs and NVIDIA GPUs",
             current_platform.device_name,
             "Use a CPU machine.",
         )
         return
+    yield from refusals
+    worker_cls = vllm_config.parallel_config.worker_cls
+    if worker_cls != worker:
+        yield Refusal("a custom worker class", f"--worker-cls {worker_cls}", "Drop it.")
+    foreign = backend.foreign_override()
+    if foreign is not None:
+        yield Refusal(
+            "another plugin replaces the attention backend",
+            foreign,
+            "Leave it out of VLLM_PLUGINS.",
+        )
+
+
+def _cpu(vllm_config: VllmConfig, settings: KVPolicySettings) -> Iterator[Refusal]:
     architecture = current_platform.get_cpu_architecture()
     if architecture != CpuArchEnum.X86:
         yield Refusal(
@@ -112,16 +133,13 @@ def _platform(vllm_config: VllmConfig) -> Iterator[Refusal]:
             f"--pipeline-parallel-size {stages}",
             "Use --tensor-parallel-size.",
         )
-    worker_cls = vllm_config.parallel_config.worker_cls
-    if worker_cls != CPU_WORKER:
-        yield Refusal("a custom worker class", f"--worker-cls {worker_cls}", "Drop it.")
-    foreign = backend.foreign_override()
-    if foreign is not None:
+    if vllm_config.use_v2_model_runner:
         yield Refusal(
-            "another plugin replaces the CPU attention backend",
-            foreign,
-            "Leave it out of VLLM_PLUGINS.",
-        )
+            "vLLM's V2 model runner on CPU", "it is the default where Triton has a CPU backend",
+            "Set VLLM_USE_V2_MODEL_RUNNER=0.",
+        )  # fmt: skip
+    if settings.kernels == OPT_IN:
+        yield Refusal("Triton kernels on CPU", f"kernels {OPT_IN}", "Use auto, native or torch.")
 
 
 def _features(vllm_config: VllmConfig) -> Iterator[Refusal]:
@@ -143,11 +161,6 @@ def _features(vllm_config: VllmConfig) -> Iterator[Refusal]:
             yield Refusal("context parallelism", f"--{flag} {size}", "Set it to 1.")
     if cache.cache_dtype not in ("auto", "bfloat16", "float16"):
         yield Refusal("quantised KV caches", cache.cache_dtype, "Use --kv-cache-dtype auto.")
-    if vllm_config.use_v2_model_runner:
-        yield Refusal(
-            "vLLM's V2 model runner on CPU", "it is the default where Triton has a CPU backend",
-            "Set VLLM_USE_V2_MODEL_RUNNER=0.",
-        )  # fmt: skip
 
 
 def _model_config(vllm_config: VllmConfig) -> Iterator[Refusal]:
@@ -193,8 +206,12 @@ def _layers(vllm_config: VllmConfig) -> Iterator[Refusal]:
             yield Refusal("quantised KV caches", quantised, "Use a checkpoint without KV cache scales.")
         elif type(spec) is not FullAttentionSpec:
             yield Refusal("KV caches of another kind", f"{layer_name}: {type(spec).__name__}", _PLAIN)
-        elif layer.attn_backend is not backend.H2OCPUAttentionBackend:
-            yield Refusal("attention backends that aren't wrapped", layer.attn_backend.get_name(), _PLAIN)
+        elif not backend.is_ours(layer.attn_backend):
+            found, names = layer.attn_backend.get_name(), " or ".join(backend.names())
+            fix = f"Use --attention-backend {names}." if current_platform.is_cuda() else _PLAIN
+            yield Refusal("attention backends that aren't wrapped", found, fix)
+        elif current_platform.is_cuda() and (wrong := layer_refusal(layer_name, layer, spec)) is not None:
+            yield wrong
         else:
             num_full += 1
     if num_sliding and vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:

@@ -48,12 +48,19 @@ class LayerState:
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """What an implementation's scratch memory depends on."""
+    """What an implementation's scratch memory depends on.
+
+    Attributes:
+        num_layers: layers of this size that are worked on at once.
+        num_ring_queries: kept queries of one layer, where those of all its requests may be scored at once.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_size: int
     element_bytes: int
+    num_layers: int = 1
+    num_ring_queries: int = 0
 
 
 class PreparedStep(ABC):
@@ -83,4 +90,4 @@ class Kernels(ABC):
 
     @abstractmethod
     def scratch_bytes(self, sizes: LayerSizes) -> int:
-        """Most bytes that one layer's work takes beside its cache while it runs."""
+        """Most bytes that the work of the layers takes beside their caches while it runs."""

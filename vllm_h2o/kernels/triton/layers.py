@@ -10,6 +10,7 @@ import triton.language as tl
 
 from vllm_h2o.errors import KernelError
 from vllm_h2o.kernels.base import LayerState
+from vllm_h2o.kernels.triton import MAX_BLOCK_SIZE, MAX_HEAD_SIZE
 
 _TYPES: dict[torch.dtype, Any] = {
     torch.float32: tl.float32,
@@ -19,9 +20,6 @@ _TYPES: dict[torch.dtype, Any] = {
     torch.float8_e5m2: tl.float8e5,
 }
 _BITS_OF_BYTES = {1: tl.int8, 2: tl.int16, 4: tl.int32}
-
-MAX_HEAD_SIZE = 256
-MAX_BLOCK_SIZE = 128
 
 
 def triton_type(dtype: torch.dtype) -> Any:

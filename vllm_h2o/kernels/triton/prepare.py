@@ -40,9 +40,13 @@ class TritonKernels(Kernels):
     def scratch_bytes(self, sizes: LayerSizes) -> int:
         config = self.config
         live_tokens = config.max_blocks_per_request * config.block_size
-        lse = 4 * sizes.num_heads * config.max_in_flight_tokens if config.scores_attention else 0
-        longest = sizes.num_kv_heads * piece_bytes(config, live_tokens, live_tokens, config.max_model_len)
-        return lse + max(SCRATCH_BYTES, longest)
+        queries = 0
+        if config.scores_attention:
+            # The chunks of one layer, or the kept queries of all.
+            queries = max(config.max_in_flight_tokens, sizes.num_layers * sizes.num_ring_queries)
+        pieces = sizes.num_layers * sizes.num_kv_heads
+        longest = pieces * piece_bytes(config, live_tokens, live_tokens, config.max_model_len)
+        return 4 * sizes.num_heads * queries + max(SCRATCH_BYTES, longest)
 
 
 class TritonStep(PreparedStep):
