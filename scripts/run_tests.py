@@ -25,7 +25,11 @@ CHECKS = (
 
 
 IN_PARALLEL = ("-n", "2", "--dist", "loadfile")
-"""Files are shared out, so that what the tests of one start is started once."""
+"""Two processes, and a file's tests stay together: they share what they prepare."""
+
+UNIT_TESTS = ("--ignore=tests/engine", "--ignore=tests/e2e")
+ENGINE_TESTS = ("tests/engine", "tests/e2e")
+"""One after the other: an engine takes all cores."""
 
 INTERPRETED_TESTS = (
     *("tests/test_triton.py", "tests/test_triton_steps.py", "tests/test_scoring.py"),
@@ -41,7 +45,7 @@ def _pytest(arguments: list[str], **variables: str) -> int:
     environment["VLLM_H2O_MODEL"] = str(fetch_model.DEFAULT_TARGET)
     if "-n" in arguments:
         # One thread each: processes whose threads wait for each other's cores are many times slower than one.
-        environment |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        environment["OMP_NUM_THREADS"] = "1"
     command = [str(VENV_PYTHON), "-m", "pytest", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment).returncode
 
@@ -71,7 +75,12 @@ def main(pytest_arguments: list[str]) -> int:
             return status
     if pytest_arguments:
         return _pytest(pytest_arguments)
-    if status := _pytest([*IN_PARALLEL]) or _pytest([*IN_PARALLEL, *INTERPRETED_TESTS], TRITON_INTERPRET="1"):
+    status = (
+        _pytest([*IN_PARALLEL, *UNIT_TESTS])
+        or _pytest([*IN_PARALLEL, *INTERPRETED_TESTS], TRITON_INTERPRET="1")
+        or _pytest([*ENGINE_TESTS])
+    )
+    if status:
         return status
     # They fail when serving has become slower than the floors in configs/load/quick.yaml, or answers have
     # become worse than configs/quality/quick.yaml expects.
