@@ -216,6 +216,7 @@ def kept_rows(draw: st.DrawFn) -> tuple[Model, list[tuple[int, int, int]]]:
     return model, rows
 
 
+@pytest.mark.parametrize("kernels", ALL_KERNELS)
 @settings(deadline=None, max_examples=50)
 @given(case=kept_rows(), seed=st.integers(0, 2**31))
 def test_decode_equals_the_reference(
