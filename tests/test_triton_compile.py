@@ -61,12 +61,13 @@ class Launches:
         for i, parameter in enumerate(kernel.params):
             value = bound.arguments[parameter.name]
             # As Triton's own launcher does: ones are constants, multiples of 16 are known to be.
-            if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+            special = not parameter.do_not_specialize
+            if parameter.is_constexpr or (special and isinstance(value, int) and value == 1):
                 signature[parameter.name], constants[parameter.name] = "constexpr", value
                 continue
             signature[parameter.name] = type_of(value)
             divisible = value.data_ptr() if isinstance(value, torch.Tensor) else value
-            if divisible % 16 == 0:
+            if special and divisible % 16 == 0:
                 attributes[i,] = [["tt.divisibility", 16]]
         launch = Launch(kernel, signature, constants, attributes)
         self.seen[f"{kernel.__name__} {sorted(map(str, constants.items()))}"] = launch

@@ -8,10 +8,11 @@ ranks, which stay in the multiprocessor's cache.
 import triton
 import triton.language as tl
 
+from vllm_h2o.kernels.triton import VARYING
 from vllm_h2o.kernels.triton.ranks import FLOAT_MAX, _piece
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def sum_blocks_kernel(
     ranks, block_ranks, num_live, width,
     NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_BLOCKS: tl.constexpr,
@@ -44,7 +45,7 @@ def _count_lower(ranks, begin, end, limit, TILE: tl.constexpr):
     return tl.sum(lower, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def select_lowest_kernel(
     ranks, slot_of_age, victims, num_live, num_dropped,
     width, pinned_tokens, recent_tokens,
@@ -81,7 +82,7 @@ def select_lowest_kernel(
         tl.store(victims + piece * width + to, goes.to(tl.int8), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def pair_moves_kernel(
     victims, sources, targets, num_moves, num_live, num_dropped,
     victim_width, move_width, pinned_tokens, recent_tokens,
@@ -111,7 +112,7 @@ def pair_moves_kernel(
     tl.store(num_moves + piece, survivors)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def move_tokens_kernel(
     key_ptrs, value_ptrs, score_ptrs, position_ptrs,
     sources, targets, num_moves, table,
@@ -160,7 +161,7 @@ def move_tokens_kernel(
         tl.store(positions + to, tl.load(positions + at, mask=there), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def start_blocks_kernel(
     score_ptrs, position_ptrs, salts, started, started_positions,
     score_stride_block, score_stride_head,

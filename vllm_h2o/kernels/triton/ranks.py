@@ -11,6 +11,8 @@ the number of bits below its own.
 import triton
 import triton.language as tl
 
+from vllm_h2o.kernels.triton import VARYING
+
 FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 
 
@@ -32,7 +34,7 @@ def _ones(words):
     return ((x * 0x01010101) >> 24).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def mean_key_kernel(
     key_ptrs, anchors, num_live, table,
     key_stride_block, key_stride_head, key_stride_dim, key_stride_slot, table_stride,
@@ -57,7 +59,7 @@ def mean_key_kernel(
     tl.store(anchors + piece * PADDED_SIZE + d, total / norm)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def rank_tokens_kernel(
     key_ptrs, value_ptrs, score_ptrs, position_ptrs, anchors, total_weights,
     ranks, num_live, num_tokens, table,
@@ -112,7 +114,7 @@ def rank_tokens_kernel(
     tl.store(ranks + piece * width + slots, tl.where(rank == 0, 0.0, rank), mask=there)  # -0 ties with 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def mark_positions_kernel(
     position_ptrs, bitmap, num_live, table,
     score_stride_block, score_stride_head, table_stride, num_words,
@@ -130,7 +132,7 @@ def mark_positions_kernel(
     tl.atomic_or(bitmap + piece * num_words + position // 32, bit, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def count_below_kernel(bitmap, below, num_words, NUM_KV_HEADS: tl.constexpr, TILE: tl.constexpr) -> None:
     """Grid ``(1, R * H, L)``: bits in the words before each one, ``below [P, num_words]`` int32."""
     _, _, _, piece = _piece(NUM_KV_HEADS)
@@ -142,7 +144,7 @@ def count_below_kernel(bitmap, below, num_words, NUM_KV_HEADS: tl.constexpr, TIL
         total += tl.sum(ones, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def order_by_age_kernel(
     position_ptrs, bitmap, below, ranks, slot_of_age, aged, num_live, table,
     score_stride_block, score_stride_head, table_stride, num_words, width,
@@ -165,7 +167,7 @@ def order_by_age_kernel(
     tl.store(aged + piece * width + age, rank, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def pool_ranks_kernel(
     aged, slot_of_age, ranks, num_live, width, pinned_tokens,
     NUM_KV_HEADS: tl.constexpr, POOL: tl.constexpr, BY_SLOT: tl.constexpr, TILE: tl.constexpr,

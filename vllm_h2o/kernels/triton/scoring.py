@@ -15,6 +15,8 @@ launch. A row's queries times the ``G`` query heads of a KV head are its *query 
 import triton
 import triton.language as tl
 
+from vllm_h2o.kernels.triton import VARYING
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -68,7 +70,7 @@ def _key_tile(
     return tl.load(at[None, :] + d[:, None] * stride_dim, mask=there, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def softmax_lse_kernel(
     query_ptrs, key_ptrs, scales, sinks, lse,
     first_query, num_queries, num_live, lse_start, table,
@@ -135,7 +137,7 @@ def softmax_lse_kernel(
     tl.store(at + head * GROUP + m % GROUP, top + tl.log2(total), mask=m < num_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def add_scores_kernel(
     query_ptrs, key_ptrs, score_ptrs, scales, lse,
     first_query, num_queries, num_live, lse_start, table, weights, decay,
@@ -202,7 +204,7 @@ def add_scores_kernel(
     tl.store(at, old * tl.load(decay + row) + tl.sum(sums, 0), mask=live_slots)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def keep_queries_kernel(
     query, ring, slots, query_stride_token, ring_stride_slot,
     WIDTH: tl.constexpr, TILE: tl.constexpr,
