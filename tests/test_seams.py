@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import zipfile
+from pathlib import Path
 
 import pytest
 
+import check_seams as check_seams_script
 from tests.engines import MODEL
 from vllm_h2o.engine.compat import SEAMS, WORKER_SEAMS, Seam, check_seams
 from vllm_h2o.engine.gpu.compat import GPU_SEAMS
@@ -65,3 +68,48 @@ assert after == before
 """
     environment = {**os.environ, "VLLM_PLUGINS": ""}
     subprocess.run([sys.executable, "-c", script], check=True, env=environment)
+
+
+def test_the_sources_of_the_installed_vllm_match() -> None:
+    """As the script for wheels reads them: it must find what importing finds."""
+    command = [sys.executable, str(Path(__file__).parents[1] / "scripts" / "check_seams.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout
+    count = len(SEAMS + WORKER_SEAMS + GPU_SEAMS)
+    assert f"{count} of {count} extension points match" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("path", "parameters", "found"),
+    [
+        ("pkg.a:function", ("x", "y"), None),
+        ("pkg.a:function", ("x", "z"), "pkg.a:function has no parameter z"),
+        ("pkg.a:Derived.inherited", ("value",), None),
+        ("pkg.a:Derived.overridden", ("value",), "pkg.a:Derived.overridden has no parameter value"),
+        ("pkg.a:Derived.missing", (), "pkg.a:Derived.missing is missing"),
+        ("pkg.a:Derived", ("size", "color"), None),
+        ("pkg.a:Derived.color", (), None),
+        ("pkg.a:Gone", (), "pkg.a:Gone is missing"),
+        ("pkg.gone:Thing", (), "pkg.gone:Thing is missing"),
+    ],
+)
+def test_extension_points_are_found_in_text(
+    path: str, parameters: tuple[str, ...], found: str | None, tmp_path: Path
+) -> None:
+    package = tmp_path / "pkg"
+    package.mkdir()
+    (package / "__init__.py").write_text("from pkg.base import Base\n")
+    (package / "base.py").write_text(
+        "class Base:\n    size: int\n"
+        "    def inherited(self, value): ...\n    def overridden(self, value): ...\n"
+    )
+    (package / "a.py").write_text(
+        "from pkg import Base\n\ndef function(x, *, y): ...\n\n"
+        "class Derived(Base[int]):\n    color: str\n    def overridden(self, other): ...\n"
+    )
+    assert check_seams_script.Sources(check_seams_script.reader(tmp_path)).mismatch(path, parameters) == found
+    wheel = tmp_path / "pkg.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for file in package.iterdir():
+            archive.write(file, f"pkg/{file.name}")
+    assert check_seams_script.Sources(check_seams_script.reader(wheel)).mismatch(path, parameters) == found
