@@ -25,6 +25,17 @@ def _piece(NUM_KV_HEADS: tl.constexpr):
 
 
 @triton.jit
+def _positions(
+    position_ptrs, table, layer, head, slots, there, stride_block, stride_head, BLOCK_SIZE: tl.constexpr
+):  # fmt: skip
+    """Positions of the tokens at ``slots`` of a row and head."""
+    blocks = tl.load(table + slots // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
+    positions = tl.load(position_ptrs + layer).to(tl.pointer_type(tl.int32))
+    at = positions + blocks * stride_block + head * stride_head + slots % BLOCK_SIZE
+    return tl.load(at, mask=there, other=0)
+
+
+@triton.jit
 def _ones(words):
     """How many bits of each int32 are set."""
     x = words.to(tl.uint32, bitcast=True)
@@ -124,10 +135,10 @@ def mark_positions_kernel(
     row, head, layer, piece = _piece(NUM_KV_HEADS)
     slots = tl.program_id(0) * TILE + tl.arange(0, TILE)
     there = slots < tl.load(num_live + row)
-    blocks = tl.load(table + row * table_stride + slots // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
-    positions = tl.load(position_ptrs + layer).to(tl.pointer_type(tl.int32))
-    at = positions + blocks * score_stride_block + head * score_stride_head + slots % BLOCK_SIZE
-    position = tl.load(at, mask=there, other=0)
+    position = _positions(
+        position_ptrs, table + row * table_stride, layer, head, slots, there,
+        score_stride_block, score_stride_head, BLOCK_SIZE,
+    )  # fmt: skip
     bit = (tl.full((TILE,), 1, tl.uint32) << (position % 32).to(tl.uint32)).to(tl.int32, bitcast=True)
     tl.atomic_or(bitmap + piece * num_words + position // 32, bit, mask=there)
 
@@ -154,10 +165,10 @@ def order_by_age_kernel(
     row, head, layer, piece = _piece(NUM_KV_HEADS)
     slots = tl.program_id(0) * TILE + tl.arange(0, TILE)
     there = slots < tl.load(num_live + row)
-    blocks = tl.load(table + row * table_stride + slots // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
-    positions = tl.load(position_ptrs + layer).to(tl.pointer_type(tl.int32))
-    at = positions + blocks * score_stride_block + head * score_stride_head + slots % BLOCK_SIZE
-    position = tl.load(at, mask=there, other=0)
+    position = _positions(
+        position_ptrs, table + row * table_stride, layer, head, slots, there,
+        score_stride_block, score_stride_head, BLOCK_SIZE,
+    )  # fmt: skip
     word = piece * num_words + position // 32
     lower = (tl.full((TILE,), 1, tl.uint32) << (position % 32).to(tl.uint32)) - 1
     lower_bits = tl.load(bitmap + word, mask=there, other=0) & lower.to(tl.int32, bitcast=True)
