@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reference
-from paged import COMPILED, Pages, Row, Shape, compaction, raw_bytes, run_drops
+from paged import COMPILED, INTERPRETED, Pages, Row, Shape, compaction, raw_bytes, run_drops
 from vllm_h2o.kernels.plain.compaction import Compaction, compact
 
 NAN = math.nan
@@ -173,7 +173,7 @@ def test_compact_equals_the_reference(case: Case) -> None:
 
 
 @pytest.mark.parametrize("kernels", COMPILED)
-@settings(deadline=None, max_examples=250)
+@settings(deadline=None, max_examples=100 if INTERPRETED else 250)
 @given(case=cases())
 def test_compiled_compaction_is_the_same_to_the_byte(kernels: str, case: Case) -> None:
     plain, rows = set_up(case)
