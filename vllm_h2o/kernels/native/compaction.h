@@ -80,7 +80,8 @@ class Compactor {
     slot_at_.resize(std::max<size_t>(slot_at_.size(), row.num_tokens));
     marks_.assign(row.num_tokens / 64 + 1, 0);
     for (int64_t slot = 0; slot < n; ++slot) {
-      const int64_t position = layer.positions(row.blocks[slot / bs], head)[slot % bs];
+      const int64_t stored = layer.positions(row.blocks[slot / bs], head)[slot % bs];
+      const int64_t position = std::clamp<int64_t>(stored, 0, row.num_tokens - 1);
       slot_at_[position] = slot;
       marks_[position / 64] |= uint64_t(1) << position % 64;
     }
@@ -88,6 +89,7 @@ class Compactor {
     for (size_t word = 0; word < marks_.size(); ++word)
       for (uint64_t marks = marks_[word]; marks; marks &= marks - 1)
         by_age_.push_back(slot_at_[word * 64 + __builtin_ctzll(marks)]);
+    by_age_.resize(n, n - 1);  // wrong positions may cost the right choice, but never memory of others
   }
 
   void choose_tokens(const Step& step, const DropRow& row) {
