@@ -124,8 +124,7 @@ def main() -> int:
     )
     parser.add_argument("sources", nargs="*", type=Path, metavar="WHEEL", help="wheels or folders")
     options = parser.parse_args()
-    from vllm_h2o.engine.compat import SEAMS, WORKER_SEAMS
-    from vllm_h2o.engine.gpu.compat import GPU_SEAMS
+    from vllm_h2o.engine.seams import ALL_SEAMS
 
     installed = find_spec("vllm")
     assert installed is not None
@@ -135,7 +134,7 @@ def main() -> int:
         if not source.exists():
             parser.error(f"{source} is not there")
         sources = Sources(reader(source))
-        mismatches = [sources.mismatch(s.path, s.parameters) for s in (*SEAMS, *WORKER_SEAMS, *GPU_SEAMS)]
+        mismatches = [sources.mismatch(s.path, s.parameters) for s in ALL_SEAMS]
         for why in filter(None, mismatches):
             print(f"{source.name}: {why}")
         wrong += sum(map(bool, mismatches))

@@ -5,7 +5,7 @@
     python3 scripts/eval_quality.py                           # the full plan, under an hour
     python3 scripts/eval_quality.py --plan my.yaml --model path/to/another
 
-A plan is a file of configs/quality. The result is written after every engine:
+A plan is a file of configs/quality. Engines run side by side. The result is written as they end:
 scripts/results/quality/PLAN.json, with its tables (.md) and plots (.png) beside it. All texts and tasks are
 generated from seeds.
 """
@@ -27,6 +27,7 @@ sys.path.append(str(Path(__file__).resolve().parent / "quality"))
 
 import fetch_model
 import machine
+import quality_pool
 from model_store import StoreError
 from setup_env import enter_environment
 from setup_steps import OFFLINE_ENVIRONMENT, ROOT, SetupError
@@ -35,7 +36,7 @@ PLANS = ROOT / "configs" / "quality"
 RESULTS = ROOT / "scripts" / "results" / "quality"
 
 
-def run(plan_path: Path, model: Path, results: Path) -> list[str]:
+def run(plan_path: Path, model: Path, results: Path, processes: int) -> list[str]:
     """Run one plan; returns its expectations that don't hold."""
     # Not at the top: they need what the environment brings.
     import quality_report
@@ -57,7 +58,7 @@ def run(plan_path: Path, model: Path, results: Path) -> list[str]:
         "model": model.name,
         "records": records,
     }
-    for record in run_plan(plan, model):
+    for record in run_plan(plan, model, processes):
         records.append(record)
         path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     found["complete"] = True
@@ -79,6 +80,12 @@ def main() -> int:
     parser.add_argument("--plan", type=Path, default=PLANS / "full.yaml", help="default: %(default)s")
     parser.add_argument("--model", type=Path, help="folder of a model (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for what is found")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=min(len(quality_pool.cpus()), 4),
+        help="engines at a time, which share the cores, 3 GB of memory each (default: %(default)s)",
+    )
     options = parser.parse_args()
     if options.quick:
         options.plan = PLANS / "quick.yaml"
@@ -88,7 +95,7 @@ def main() -> int:
             options.model = fetch_model.DEFAULT_TARGET
             fetch_model.fetch(options.model)
         os.environ.update(OFFLINE_ENVIRONMENT)
-        failed = run(options.plan, options.model, options.results)
+        failed = run(options.plan, options.model, options.results, options.processes)
     except (SetupError, StoreError, ValueError) as error:
         print(f"\nerror: {error}", file=sys.stderr)
         return 1

@@ -63,6 +63,10 @@ class Results:
                 f"({machine.describe()}). Give another folder with --results, or leave --add out."
             )
 
+    def want_rounds(self, number: int) -> None:
+        """Change how many complete rounds are wanted in all."""
+        self._rounds_wanted = number
+
     def missing_rounds(self) -> int:
         """How many rounds are still to be run; one that was cut stays, and counts for none."""
         return max(0, self._rounds_wanted - self._complete_rounds())

@@ -28,6 +28,7 @@ from setup_steps import ROOT, SetupError
 
 CONFIGS = ROOT / "configs" / "load"
 RESULTS = ROOT / "scripts" / "results" / "load"
+ROUNDS_TO_FAIL = 3
 
 
 def run(path: Path, options: argparse.Namespace) -> list[str]:
@@ -42,16 +43,26 @@ def run(path: Path, options: argparse.Namespace) -> list[str]:
     results = Results(workload, options.results, options.rounds)
     if options.add:
         results.load()
-    missing = results.missing_rounds()
-    for number in range(missing):
-        results.start_round()
-        for variant in workload.variants:
-            print(f"\n{workload.name}: round {number + 1} of {missing}, server {variant}", flush=True)
-            log_path = ROOT / "logs" / f"load-{workload.name}-{variant}.log"
-            results.add(variant, run_variant(workload, variant, fetch_model.DEFAULT_TARGET, log_path))
-        results.plot()
-    print(f"\n{results.table()}", flush=True)
-    return list(load_report.too_slow(workload, results.found()))
+
+    def measure() -> list[str]:
+        missing = results.missing_rounds()
+        for number in range(missing):
+            results.start_round()
+            for variant in workload.variants:
+                print(f"\n{workload.name}: round {number + 1} of {missing}, server {variant}", flush=True)
+                log_path = ROOT / "logs" / f"load-{workload.name}-{variant}.log"
+                results.add(variant, run_variant(workload, variant, fetch_model.DEFAULT_TARGET, log_path))
+            results.plot()
+        print(f"\n{results.table()}", flush=True)
+        return list(load_report.too_slow(workload, results.found()))
+
+    slow = measure()
+    if slow and options.rounds < ROUNDS_TO_FAIL:
+        # One round can be slow because of what else the machine does.
+        print(f"{'; '.join(slow)}: measured again, the median of {ROUNDS_TO_FAIL} rounds counts", flush=True)
+        results.want_rounds(ROUNDS_TO_FAIL)
+        slow = measure()
+    return slow
 
 
 def _exit_on_sigterm(signum: int, frame: FrameType | None) -> None:
@@ -66,7 +77,7 @@ def main() -> int:
     )
     parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of: {', '.join(known)}")
     parser.add_argument("--all", action="store_true", help="all of them (hours)")
-    parser.add_argument("--quick", action="store_true", help="one round of the workload `quick`")
+    parser.add_argument("--quick", action="store_true", help="one round of the workload `quick`, or three")
     parser.add_argument("--rounds", type=int, default=5, help="default: 5")
     parser.add_argument("--add", action="store_true", help="add the rounds that the results' folder lacks")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for what is found")

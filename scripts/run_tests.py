@@ -25,11 +25,12 @@ CHECKS = (
 
 
 IN_PARALLEL = ("-n", "2", "--dist", "loadfile")
-"""Two processes, and a file's tests stay together: they share what they prepare."""
+"""Two processes, a core and a thread each; a file's tests stay together: they share what they prepare."""
 
 UNIT_TESTS = ("--ignore=tests/engine", "--ignore=tests/e2e")
-ENGINE_TESTS = ("tests/engine", "tests/e2e")
-"""One after the other: an engine takes all cores."""
+ENGINE_TESTS = ("tests/engine", "--ignore=tests/engine/test_tensor_parallel.py")
+ALL_CORES_TESTS = ("tests/engine/test_tensor_parallel.py", "tests/e2e")
+"""One after the other: they start several processes."""
 
 INTERPRETED_TESTS = (
     *("tests/test_triton.py", "tests/test_triton_steps.py", "tests/test_scoring.py"),
@@ -43,9 +44,6 @@ def _pytest(arguments: list[str], **variables: str) -> int:
     print(f"\n==> pytest {' '.join(arguments)}", flush=True)
     environment = {**os.environ, **OFFLINE_ENVIRONMENT, **variables}
     environment["VLLM_H2O_MODEL"] = str(fetch_model.DEFAULT_TARGET)
-    if "-n" in arguments:
-        # One thread each: processes whose threads wait for each other's cores are many times slower than one.
-        environment["OMP_NUM_THREADS"] = "1"
     command = [str(VENV_PYTHON), "-m", "pytest", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment).returncode
 
@@ -78,7 +76,8 @@ def main(pytest_arguments: list[str]) -> int:
     status = (
         _pytest([*IN_PARALLEL, *UNIT_TESTS])
         or _pytest([*IN_PARALLEL, *INTERPRETED_TESTS], TRITON_INTERPRET="1")
-        or _pytest([*ENGINE_TESTS])
+        or _pytest([*IN_PARALLEL, *ENGINE_TESTS])
+        or _pytest([*ALL_CORES_TESTS])
     )
     if status:
         return status

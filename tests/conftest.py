@@ -13,6 +13,15 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 # The machine's memory is shared with the test process itself.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
 
+
+# Test processes side by side get a core each (pytest-xdist names them gw0, gw1, ...): OpenMP threads that
+# wait for each other's cores are many times slower than one thread.
+if (_worker := os.environ.get("PYTEST_XDIST_WORKER")) and hasattr(os, "sched_setaffinity"):
+    _cores = sorted(os.sched_getaffinity(0))
+    _core = _cores[int(_worker.removeprefix("gw")) % len(_cores)]
+    os.sched_setaffinity(0, {_core})
+    os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(_core)}
+
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]

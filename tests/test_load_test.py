@@ -5,6 +5,7 @@ That servers run under load is shown by `scripts/load_test.py --quick`, which `.
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 import load_dataset
 import load_report
+import load_run
 import load_test
 import load_workload
 import machine
@@ -137,6 +139,36 @@ def test_floors(path: Path) -> None:
     assert list(load_report.too_slow(workload, slow)) == [
         "short, h2o / plain: 0.85 is under the floor of 0.9"
     ]
+
+
+@pytest.mark.parametrize(
+    ("h2o_of_rounds", "rounds", "slow"),
+    [
+        pytest.param([95], 1, [], id="fast at once"),
+        pytest.param([80, 95, 96], 3, [], id="slow once"),
+        pytest.param(
+            [80, 81, 96], 3, ["short, h2o / plain: 0.81 is under the floor of 0.9"], id="slow twice"
+        ),
+    ],
+)
+def test_the_median_of_three_rounds_decides_where_one_was_slow(
+    path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    h2o_of_rounds: list[float],
+    rounds: int,
+    slow: list[str],
+) -> None:
+    left = iter(h2o_of_rounds)
+    # Figures instead of servers, which `--quick` starts.
+    monkeypatch.setattr(
+        load_run, "run_variant", lambda _, variant, *rest: figures(100 if variant == "plain" else next(left))
+    )
+    options = argparse.Namespace(results=tmp_path / "found", rounds=1, add=False)
+    assert load_test.run(path, options) == slow
+    content = json.loads((tmp_path / "found" / "two.json").read_text(encoding="utf-8"))
+    assert len(content["rounds"]) == rounds
+    assert content["complete"] is True
 
 
 def test_table_says_medians_and_ratios(path: Path) -> None:

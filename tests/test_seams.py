@@ -12,12 +12,11 @@ import pytest
 
 import check_seams as check_seams_script
 from tests.engines import MODEL
-from vllm_h2o.engine.compat import SEAMS, WORKER_SEAMS, Seam, check_seams
-from vllm_h2o.engine.gpu.compat import GPU_SEAMS
+from vllm_h2o.engine.seams import ALL_SEAMS, SEAMS, Seam, check_seams
 from vllm_h2o.errors import SeamError
 
 
-@pytest.mark.parametrize("seam", SEAMS + WORKER_SEAMS + GPU_SEAMS, ids=lambda seam: seam.name)
+@pytest.mark.parametrize("seam", ALL_SEAMS, ids=lambda seam: seam.name)
 def test_seam_matches_installed_vllm(seam: Seam) -> None:
     assert seam.mismatch() is None
     assert seam.purpose
@@ -75,7 +74,7 @@ def test_the_sources_of_the_installed_vllm_match() -> None:
     command = [sys.executable, str(Path(__file__).parents[1] / "scripts" / "check_seams.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout
-    count = len(SEAMS + WORKER_SEAMS + GPU_SEAMS)
+    count = len(ALL_SEAMS)
     assert f"{count} of {count} extension points match" in done.stdout
 
 

@@ -14,8 +14,8 @@ def register() -> None:
     is raised when a policy is asked for: whoever uses none keeps a working vLLM.
     """
     try:
-        from vllm_h2o.engine.compat import check_seams
         from vllm_h2o.engine.install import install
+        from vllm_h2o.engine.seams import check_seams
 
         check_seams()
     except (ImportError, SeamError) as error:

@@ -1,4 +1,4 @@
-"""Runs the contenders of a plan, one engine after the other, and collects plain figures."""
+"""Runs the contenders of a plan, each in an engine of its own, and collects plain figures."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+import quality_pool
 import quality_report
 from quality_engine import BLOCK_TOKENS, Forced, answers, continuation, engine, teacher_forced
 from quality_plan import Contender, Plan
@@ -22,17 +23,32 @@ _ANSWER_TOKENS = 64  # the longest answer of any task, and the question behind a
 _NGRAM = 4
 
 
-def run(plan: Plan, model: Path) -> Iterator[Record]:
-    """All measurements, one record per contender and kind; the full cache comes first in each kind."""
+def run(plan: Plan, model: Path, processes: int) -> Iterator[Record]:
+    """All measurements, one record per contender and kind; the full caches, which others refer to, first."""
+    kinds = [kind for kind in _MEASURES if plan.contenders[kind]]
+    with quality_pool.pool(processes) as executor:
+        first = [executor.submit(_measure, plan, model, kind, plan.contenders[kind][0], {}) for kind in kinds]
+        others = []
+        for kind, future in zip(kinds, first, strict=True):
+            full = future.result()
+            yield _public(full)
+            others += [
+                executor.submit(_measure, plan, model, kind, contender, full)
+                for contender in plan.contenders[kind][1:]
+            ]
+        for future in others:
+            yield _public(future.result())
+
+
+def _measure(plan: Plan, model: Path, kind: str, contender: Contender, full: Record) -> Record:
+    print(f"{kind}: {contender.label}", flush=True)
     builder = PromptBuilder(AutoTokenizer.from_pretrained(model))
-    for kind, measure in _MEASURES.items():
-        full: Record = {}
-        for contender in plan.contenders[kind]:
-            print(f"{kind}: {contender.label}", flush=True)
-            record = {"kind": kind, "contender": contender.name, "budget_percent": contender.budget_percent}
-            record |= measure(plan, model, builder, contender, full)
-            full = full or record
-            yield {name: value for name, value in record.items() if not name.startswith("_")}
+    record = {"kind": kind, "contender": contender.name, "budget_percent": contender.budget_percent}
+    return record | _MEASURES[kind](plan, model, builder, contender, full)
+
+
+def _public(record: Record) -> Record:
+    return {name: value for name, value in record.items() if not name.startswith("_")}
 
 
 def _inside(plan: Plan, model: Path, builder: PromptBuilder, contender: Contender, full: Record) -> Record:

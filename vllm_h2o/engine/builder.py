@@ -1,5 +1,6 @@
 """Metadata builder: shows kernels only live blocks, and plans what the layers do after attention."""
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,14 @@ PLAN_ATTRIBUTE = "kv_policy_work"
 """Attribute of the wrapped backend's metadata that carries the ``StepWork`` to the layers."""
 
 
+@dataclass
+class WorkSeconds:
+    """Time that layers have spent since it was last looked at."""
+
+    scoring: float = 0.0
+    compaction: float = 0.0
+
+
 @dataclass(frozen=True)
 class StepWork:
     """What every evicting layer does after its attention kernel in this step."""
@@ -35,9 +44,16 @@ class StepWork:
     plan: StepPlan
     prepared: PreparedStep
     pinned_blocks: int
+    seconds: WorkSeconds
 
     def run(self, layer: LayerState, query: torch.Tensor) -> None:
-        self.prepared.after_attention(layer, query)
+        began = time.perf_counter()
+        self.prepared.update_scores(layer, query)
+        scored = time.perf_counter()
+        self.seconds.scoring += scored - began
+        if self.plan.drops is not None:
+            self.prepared.drop_tokens(layer)
+            self.seconds.compaction += time.perf_counter() - scored
         if self.plan.trace is not None and self.plan.drops is not None:
             drops = self.plan.drops
             kept_blocks = drops.kept_blocks(self.pinned_blocks, layer.cache.block_size)
@@ -48,7 +64,12 @@ class StepWork:
 
 
 class H2OCPUMetadataBuilder(CPUAttentionMetadataBuilder):
-    """vLLM's CPU builder; groups whose spec isn't ours (sliding window) pass through it untouched."""
+    """vLLM's CPU builder; groups whose spec isn't ours (sliding window) pass through it untouched.
+
+    Attributes:
+        planner: None in such groups.
+        seconds: what the layers have spent in steps that aren't reported yet.
+    """
 
     isa: str
 
@@ -79,6 +100,7 @@ class H2OCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             TraceLog() if policy.trace else None,
         )
         self.kernels = create_kernels(policy)
+        self.seconds = WorkSeconds()
         self._lost_queries_logged = 0
 
     def build(
@@ -102,9 +124,15 @@ class H2OCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if not plan.is_empty:
             pinned_blocks = self.planner.config.pinned_blocks
-            setattr(metadata, PLAN_ATTRIBUTE, StepWork(plan, self.kernels.prepare(plan), pinned_blocks))
+            work = StepWork(plan, self.kernels.prepare(plan), pinned_blocks, self.seconds)
+            setattr(metadata, PLAN_ATTRIBUTE, work)
         self._report_lost_queries()
         return metadata
+
+    def take_seconds(self) -> WorkSeconds:
+        """What the layers spent since the last call."""
+        taken, self.seconds = self.seconds, WorkSeconds()
+        return taken
 
     def _without_gap(self, common: CommonAttentionMetadata, batch: Batch) -> CommonAttentionMetadata:
         """Live table and shortened lengths. Positions and slot mapping stay logical."""

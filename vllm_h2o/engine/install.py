@@ -2,7 +2,7 @@
 
 Three methods of ``EngineArgs`` are wrapped once per process. Without ``--kv-policy`` they do what vLLM's
 own do; with it, ``create_engine_config`` resolves the policy, refuses what can't work, and selects our
-worker, which brings backend, spec and manager with it.
+worker, which brings backend, spec and manager with it, and our scheduler, which reports to our metrics.
 """
 
 import argparse
@@ -20,6 +20,8 @@ logger = init_logger("vllm.h2o")
 
 WORKER = "vllm_h2o.engine.worker.H2OCPUWorker"
 GPU_WORKER = "vllm_h2o.engine.gpu.worker.H2OGPUWorker"
+SCHEDULER = "vllm_h2o.engine.scheduler.H2OScheduler"
+ASYNC_SCHEDULER = "vllm_h2o.engine.scheduler.H2OAsyncScheduler"
 _MARK = "__vllm_h2o__"
 
 
@@ -95,7 +97,11 @@ def apply_policy(vllm_config: VllmConfig, settings: KVPolicySettings) -> VllmCon
     refuse_small_pool(vllm_config, policy)
     for note in notes:
         logger.warning("KV policy: %s.", note)
+    # Not at the top: it brings much of vLLM's front end, which nobody else has to load.
+    from vllm_h2o.engine import metrics
+
     _set_policy(vllm_config, policy)
+    metrics.install()
     backend.activate()
     return vllm_config
 
@@ -107,3 +113,5 @@ def _set_policy(vllm_config: VllmConfig, policy: KVPolicyConfig) -> None:
         CONFIG_KEY: policy.to_dict(),
     }
     vllm_config.parallel_config.worker_cls = GPU_WORKER if current_platform.is_cuda() else WORKER
+    scheduler_config = vllm_config.scheduler_config
+    scheduler_config.scheduler_cls = ASYNC_SCHEDULER if scheduler_config.async_scheduling else SCHEDULER

@@ -17,16 +17,22 @@ from vllm_h2o.engine.compat import (
     Request,
 )
 from vllm_h2o.errors import ConfigError
+from vllm_h2o.usage import CacheUsage
 
 
 class H2OManager(FullAttentionManager):
-    """``FullAttentionManager`` with a gap behind the pinned blocks; only pinned blocks are ever cached."""
+    """``FullAttentionManager`` with a gap behind the pinned blocks; only pinned blocks are ever cached.
+
+    Attributes:
+        usage: what its requests hold and have lost.
+    """
 
     max_admission_blocks_per_request: int | None
 
     def __init__(self, kv_cache_spec: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, *args, **kwargs)
         self.policy: KVPolicyConfig = kv_cache_spec.policy
+        self.usage = CacheUsage()
         if kv_cache_spec.block_size != self.policy.block_size:
             raise ConfigError(
                 "--block-size", self.policy.block_size,
@@ -52,6 +58,12 @@ class H2OManager(FullAttentionManager):
         )
         first = self.policy.pinned_blocks
         self._remove_blocks_in_range(request_id, first, first + evicted)
+        self.usage.update(request_id, processed_computed_tokens, evicted * self.policy.block_size)
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        """As vLLM's: the request ended or is preempted."""
+        self.usage.forget(request_id)
+        return super().pop_blocks_for_free(request_id)
 
     def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Offer at most the pinned blocks to other requests: all others change when tokens are dropped."""

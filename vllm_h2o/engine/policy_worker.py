@@ -5,9 +5,10 @@ from typing import Any, ClassVar, NoReturn
 
 from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.engine import backend
-from vllm_h2o.engine.compat import KVCacheSpec, Seam, check_seams, init_logger
+from vllm_h2o.engine.compat import KVCacheSpec, init_logger
 from vllm_h2o.engine.memory import num_ring_queries, ring_bytes, scratch_bytes
 from vllm_h2o.engine.refusals import refuse_model, refuse_small_memory
+from vllm_h2o.engine.seams import Seam, check_seams
 from vllm_h2o.engine.spec import H2OSpec, evicting
 from vllm_h2o.errors import ConfigError
 from vllm_h2o.kernels import create as create_kernels

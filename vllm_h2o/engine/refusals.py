@@ -102,6 +102,9 @@ def _platform(vllm_config: VllmConfig, settings: KVPolicySettings) -> Iterator[R
     worker_cls = vllm_config.parallel_config.worker_cls
     if worker_cls != worker:
         yield Refusal("a custom worker class", f"--worker-cls {worker_cls}", "Drop it.")
+    scheduler_cls = vllm_config.scheduler_config.scheduler_cls
+    if scheduler_cls is not None:
+        yield Refusal("a custom scheduler class", f"--scheduler-cls {scheduler_cls}", "Drop it.")
     foreign = backend.foreign_override()
     if foreign is not None:
         yield Refusal(

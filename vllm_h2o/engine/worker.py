@@ -6,9 +6,11 @@ from typing import Any
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_h2o import query_ring
-from vllm_h2o.engine.builder import H2OCPUMetadataBuilder
-from vllm_h2o.engine.compat import WORKER_SEAMS
+from vllm_h2o.engine.builder import H2OCPUMetadataBuilder, WorkSeconds
+from vllm_h2o.engine.compat import ModelRunnerOutput
 from vllm_h2o.engine.policy_worker import PolicyWorker
+from vllm_h2o.engine.seams import WORKER_SEAMS
+from vllm_h2o.usage import SECONDS_ATTRIBUTE
 
 
 class H2OCPUWorker(PolicyWorker, CPUWorker):
@@ -20,18 +22,33 @@ class H2OCPUWorker(PolicyWorker, CPUWorker):
     def num_ring_slots(max_num_seqs: int) -> int:
         return query_ring.num_ring_slots(max_num_seqs)
 
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's; the output says what the layers spent on the policy."""
+        return self._with_seconds(super().execute_model(*args, **kwargs))
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``execute_model``: one of the two returns the step's output."""
+        return self._with_seconds(super().sample_tokens(*args, **kwargs))
+
+    def _with_seconds(self, output: Any) -> Any:
+        # vLLM's output without requests is one object for all steps.
+        if isinstance(output, ModelRunnerOutput) and output.req_ids:
+            spent = [builder.take_seconds() for builder in self._builders()]
+            total = WorkSeconds(sum(s.scoring for s in spent), sum(s.compaction for s in spent))
+            setattr(output, SECONDS_ATTRIBUTE, (total.scoring, total.compaction))
+        return output
+
     def take_kv_trace(self) -> list[dict[str, list[Any]]]:
         """What ``trace`` recorded since the last call, one entry per KV cache group (debugging)."""
+        traces = [builder.planner.trace for builder in self._builders() if builder.planner is not None]
+        return [trace.take() for trace in traces if trace is not None]
+
+    def _builders(self) -> list[H2OCPUMetadataBuilder]:
+        """Of the groups that evict."""
         builders = [
             builder
             for groups in self.model_runner.attn_groups
             for group in groups
             for builder in group.metadata_builders
         ]
-        return [
-            builder.planner.trace.take()
-            for builder in builders
-            if isinstance(builder, H2OCPUMetadataBuilder)
-            and builder.planner is not None
-            and builder.planner.trace is not None
-        ]
+        return [b for b in builders if isinstance(b, H2OCPUMetadataBuilder) and b.planner is not None]

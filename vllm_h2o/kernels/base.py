@@ -66,14 +66,22 @@ class LayerSizes:
 class PreparedStep(ABC):
     """A step's work in the form an implementation wants it; shared by all layers."""
 
-    @abstractmethod
     def after_attention(self, layer: LayerState, query: torch.Tensor) -> None:
-        """Keep queries, update scores, drop tokens: whatever is due in this step.
+        """Whatever is due in this step for a layer whose cache holds the step's keys and values already.
 
         Args:
-            layer: its cache holds this step's keys and values already.
             query: ``[num_tokens, num_heads, head_size]`` of the whole batch, as attention saw it.
         """
+        self.update_scores(layer, query)
+        self.drop_tokens(layer)
+
+    @abstractmethod
+    def update_scores(self, layer: LayerState, query: torch.Tensor) -> None:
+        """Keep queries, reset the scores of blocks that begin, score what is due."""
+
+    @abstractmethod
+    def drop_tokens(self, layer: LayerState) -> None:
+        """Compact the rows that lose blocks, if there are any; after ``update_scores``."""
 
 
 class Kernels(ABC):

@@ -7,9 +7,9 @@ from typing import Any
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_h2o.engine.compat import KVCacheSpec
-from vllm_h2o.engine.gpu.compat import GPU_SEAMS
 from vllm_h2o.engine.memory import num_ring_queries, scratch_bytes
 from vllm_h2o.engine.policy_worker import PolicyWorker
+from vllm_h2o.engine.seams import GPU_SEAMS
 from vllm_h2o.errors import ConfigError
 from vllm_h2o.kernels import create as create_kernels
 from vllm_h2o.kernels.base import Kernels

@@ -1,4 +1,4 @@
-"""A step's work as the C++ kernels take it: one call per layer."""
+"""A step's work as the C++ kernels take it: one call per layer, and one more where tokens are dropped."""
 
 import ctypes
 from typing import Any
@@ -64,7 +64,14 @@ class NativeStep(PreparedStep):
         score_rows = np.concatenate(scores) if scores else np.empty(0, library.SCORE_ROW)
         drop_rows = _drop_rows(plan.drops)
         self._keep_alive: list[Any] = [plan, score_rows, drop_rows]
-        self._step = library.Step(
+        rules = {
+            "pinned_tokens": config.pinned_tokens,
+            "recent_tokens": config.recent_tokens,
+            "score_pool": config.score_pool,
+            "by_block": config.granularity == "block",
+            "rank_by": RANKS.index(config.rank_by),
+        }
+        self._scoring = library.Step(
             num_appended=plan.append_tokens.size,
             append_tokens=self._address(plan.append_tokens),
             append_slots=self._address(plan.append_slots),
@@ -74,25 +81,28 @@ class NativeStep(PreparedStep):
             num_early_rows=early,
             num_score_rows=score_rows.size,
             score_rows=self._address(score_rows),
-            num_drop_rows=drop_rows.size,
-            drop_rows=self._address(drop_rows),
-            pinned_tokens=config.pinned_tokens,
-            recent_tokens=config.recent_tokens,
-            score_pool=config.score_pool,
-            by_block=config.granularity == "block",
-            rank_by=RANKS.index(config.rank_by),
-            total_weights=0 if plan.drops is None else self._address(plan.drops.total_weights),
+            **rules,
         )
-        self._step_address = ctypes.addressof(self._step)
+        self._dropping: library.Step | None = None
+        if plan.drops is not None:
+            self._dropping = library.Step(
+                num_drop_rows=drop_rows.size,
+                drop_rows=self._address(drop_rows),
+                total_weights=self._address(plan.drops.total_weights),
+                **rules,
+            )
 
-    def after_attention(self, layer: LayerState, query: torch.Tensor) -> None:
+    def update_scores(self, layer: LayerState, query: torch.Tensor) -> None:
         assert query.stride()[1:] == layer.ring.stride()[1:] and query.dtype == layer.ring.dtype
-        self._call(
-            ctypes.addressof(self._kernels.layer(layer)),
-            self._step_address,
-            query.data_ptr(),
-            query.stride(0) * query.element_size(),
-        )
+        query_bytes = query.stride(0) * query.element_size()
+        self._run(layer, self._scoring, query.data_ptr(), query_bytes)
+
+    def drop_tokens(self, layer: LayerState) -> None:
+        if self._dropping is not None:
+            self._run(layer, self._dropping, 0, 0)
+
+    def _run(self, layer: LayerState, step: library.Step, query: int, query_bytes: int) -> None:
+        self._call(ctypes.addressof(self._kernels.layer(layer)), ctypes.addressof(step), query, query_bytes)
 
     def _address(self, array: npt.NDArray[Any]) -> int:
         if not array.size:

@@ -78,7 +78,7 @@ class PlainStep(PreparedStep):
     compaction: Compaction | None
     draws: bool
 
-    def after_attention(self, layer: LayerState, query: torch.Tensor) -> None:
+    def update_scores(self, layer: LayerState, query: torch.Tensor) -> None:
         cache = layer.cache
         if self.append_tokens.numel():
             layer.ring[self.append_slots] = query[self.append_tokens]
@@ -93,8 +93,10 @@ class PlainStep(PreparedStep):
                 score_decode(cache, ring, work, layer.shape)
             else:
                 score_prefill(cache, query, work, layer.shape)
+
+    def drop_tokens(self, layer: LayerState) -> None:
         if self.compaction is not None:
-            compact(cache, self.compaction)
+            compact(layer.cache, self.compaction)
 
 
 def tensor(array: npt.NDArray[np.generic]) -> torch.Tensor:

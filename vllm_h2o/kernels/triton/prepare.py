@@ -88,13 +88,19 @@ class TritonStep(PreparedStep):
 
     def finish(self, group: LayerGroup) -> None:
         """Once all queries of the step are kept, any time before the next step: score them, drop tokens."""
+        self._score_kept(group)
+        self._drop(group)
+
+    def _score_kept(self, group: LayerGroup) -> None:
         for work in self._after:
             work.run(group, group.first.ring)
+
+    def _drop(self, group: LayerGroup) -> None:
         if self._drops is not None:
             self._drops.run(group)
 
-    def after_attention(self, layer: LayerState, query: torch.Tensor) -> None:
-        """All of it for one layer, as ``PreparedStep`` says.
+    def update_scores(self, layer: LayerState, query: torch.Tensor) -> None:
+        """As ``PreparedStep`` says, for one layer.
 
         Raises:
             KernelError: the layer's memory or the queries aren't what the kernels take.
@@ -106,7 +112,10 @@ class TritonStep(PreparedStep):
             (slots,) = to_device([self.append_slots], self._kernels.device)
             keep_queries(query, layer.ring, slots)
         self.score_chunks(group, query)
-        self.finish(group)
+        self._score_kept(group)
+
+    def drop_tokens(self, layer: LayerState) -> None:
+        self._drop(self._kernels.group(layer))
 
 
 def append_slots(plan: StepPlan) -> IntArray:

@@ -1,0 +1,78 @@
+"""vLLM's scheduler with one addition: after each step it reports what the policy did.
+
+It schedules nothing by itself; what is freed is the manager's business (``vllm_h2o.engine.manager``).
+"""
+
+from typing import Any
+
+# Not in compat: only the engine's own process needs them.
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from vllm_h2o.engine.manager import H2OManager
+from vllm_h2o.engine.seams import SCHEDULER_SEAMS, check_seams
+from vllm_h2o.engine.spec import H2OSpec
+from vllm_h2o.usage import SECONDS_ATTRIBUTE, CacheUsage, UsageReport
+
+_Scheduler: Any = object
+"""Stands for one of vLLM's two schedulers, which comes behind ``Reports`` among the bases."""
+
+
+class Reports(_Scheduler):
+    """Puts a ``UsageReport`` into each step's statistics."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        check_seams(SCHEDULER_SEAMS)
+        super().__init__(*args, **kwargs)
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        self._managers = [manager for manager in managers if isinstance(manager, H2OManager)]
+        self._reported = CacheUsage()
+        self._seconds = (0.0, 0.0)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """As vLLM's."""
+        self._seconds = getattr(model_runner_output, SECONDS_ATTRIBUTE, (0.0, 0.0))
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's statistics and our report; None where statistics are off."""
+        stats = super().make_stats(*args, **kwargs)
+        if stats is not None and self._managers:
+            stats.num_kv_fetch_reqs_by_stage.update(self._report().to_items())
+        return stats
+
+    def _report(self) -> UsageReport:
+        # A request has the same history in all groups (vLLM makes several where a model mixes layers).
+        usage, reported = self._managers[0].usage, self._reported
+        evicted_tokens = usage.evicted_tokens - reported.evicted_tokens
+        requests_evicted = usage.requests_evicted - reported.requests_evicted
+        reported.evicted_tokens, reported.requests_evicted = usage.evicted_tokens, usage.requests_evicted
+        scoring, compaction = self._seconds
+        return UsageReport(
+            evicted_blocks=evicted_tokens // self._managers[0].block_size * len(self._managers),
+            evicted_tokens=evicted_tokens,
+            requests_evicted=requests_evicted,
+            requests_over_budget=usage.requests_over_budget,
+            live_tokens=usage.live_tokens,
+            logical_tokens=usage.logical_tokens,
+            score_memory_bytes=self._score_memory_bytes(),
+            scoring_us=round(scoring * 1e6),
+            compaction_us=round(compaction * 1e6),
+        )
+
+    def _score_memory_bytes(self) -> int:
+        groups = self.kv_cache_config.kv_cache_groups
+        per_block = sum(
+            group.kv_cache_spec.side_bytes * len(group.layer_names)
+            for group in groups
+            if isinstance(group.kv_cache_spec, H2OSpec)
+        )
+        return per_block * self.kv_cache_config.num_blocks
+
+
+class H2OScheduler(Reports, Scheduler):
+    """For engines that wait for each step."""
+
+
+class H2OAsyncScheduler(Reports, AsyncScheduler):
+    """For engines that schedule a step while the last one runs."""
