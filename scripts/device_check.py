@@ -113,9 +113,10 @@ def scored(blocks: np.ndarray[Any, Any], live: int, queries: int, first: int, *,
     )
 
 
-def dropped(blocks: np.ndarray[Any, Any], live: int, tokens: int) -> DropRows:
+def dropped(blocks: np.ndarray[Any, Any], live: int, tokens: int, policy: KVPolicyConfig) -> DropRows:
     rows = blocks.shape[0]
-    return DropRows(np.full(rows, live), np.full(rows, tokens), blocks, np.full(rows, 3 * live))
+    pinned = np.full(rows, policy.pinned_tokens)
+    return DropRows(np.full(rows, live), np.full(rows, tokens), blocks, np.full(rows, 3 * live), pinned)
 
 
 # --- correctness ----------------------------------------------------------------------------------
@@ -172,7 +173,7 @@ def check_drops(shape: Shape, live: int, tokens: int, rank_by: RankBy, pool: int
     expected = on_cpu(layer)
     policy = config(shape, live - tokens, rank_by=rank_by, pool=pool)
     policy = KVPolicyConfig(**{**vars(policy), "granularity": granularity})
-    plan = StepPlan(drops=dropped(blocks, live, tokens))
+    plan = StepPlan(drops=dropped(blocks, live, tokens, policy))
     PlainKernels(policy).prepare(plan).after_attention(expected, expected.ring)
     TritonKernels(policy, DEVICE).prepare(plan).after_attention(layer, layer.ring)
     differing = 0
@@ -257,7 +258,7 @@ def decode(shape: Shape, batch: int, context: int, share: float = 0.2) -> dict[s
     set_positions(layer, blocks, budget)
     group, policy = LayerGroup.of([layer]), config(shape, budget - bs)
     score = ScoreWork.of(scored(blocks, budget, bs, bs, ring=True), policy, DEVICE)
-    drop = DropWork.of(dropped(blocks, budget, bs), policy, DEVICE)
+    drop = DropWork.of(dropped(blocks, budget, bs, policy), policy, DEVICE)
     query = torch.randn(batch, shape.num_heads, shape.head_size, device=DEVICE).to(shape.dtype)
     slots = torch.arange(batch, dtype=torch.int32, device=DEVICE) * bs
     found = {

@@ -100,7 +100,8 @@ def scored(num_rows: int, queries: int, live: int, *, from_ring: bool) -> StepPl
 def dropped(num_rows: int, live: int, tokens: int) -> StepPlan:
     lives, counts = np.full(num_rows, live), np.full(num_rows, tokens)
     num_tokens = np.full(num_rows, BLOCKS * BLOCK)
-    return StepPlan(drops=DropRows(lives, counts, table(num_rows, live), num_tokens=num_tokens))
+    pinned = np.full(num_rows, CONFIG.pinned_tokens)
+    return StepPlan(drops=DropRows(lives, counts, table(num_rows, live), num_tokens, pinned))
 
 
 CASES: dict[str, Callable[[], StepPlan]] = {

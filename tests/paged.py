@@ -243,7 +243,7 @@ def compaction(
         eligible=eligible,
         freed=freed,
         num_dropped_tokens=torch.tensor(list(num_dropped)),
-        pinned_tokens=pinned_tokens,
+        pinned=torch.arange(live.shape[2]).expand_as(live) < pinned_tokens,
         score_pool=score_pool,
         by_block=by_block,
         rule=RankRule(
@@ -312,6 +312,7 @@ def run_drops(
             num_dropped=np.array(num_dropped, dtype=np.int64),
             live_table=padded_blocks(rows).int().numpy(),
             num_tokens=np.array([total_tokens(row) for row in rows], dtype=np.int64),
+            pinned_tokens=np.full(len(rows), pinned_tokens, dtype=np.int64),
             total_weights=np.array(total_weights, dtype=np.float32),
         )
     )

@@ -102,5 +102,5 @@ def test_what_an_earlier_request_left_behind_is_not_taken_for_ones_own() -> None
 @pytest.mark.parametrize("gap", [0, 2])
 def test_live_blocks_leave_the_gap_out(gap: int) -> None:
     table = torch.arange(12, dtype=torch.int32).view(2, 6)
-    rows = DeviceTable(table, np.array([1]), np.array([gap]), pinned_blocks=1)
+    rows = DeviceTable(table, np.array([1]), np.array([gap]), pinned_blocks=np.array([1]))
     assert rows.live(4).tolist() == [[6, *range(7 + gap, 10 + gap)]] if gap < 2 else [[6, 9, 10, 11]]

@@ -311,7 +311,7 @@ class World:
         assert (plan is None) == (not due)
         if plan is None:
             return
-        assert (plan.pinned_tokens, plan.score_pool) == (cfg.pinned_tokens, cfg.score_pool)
+        assert plan.score_pool == cfg.score_pool
         assert plan.by_block == (cfg.granularity == "block")
         assert len(plan.blocks) == len(due)
         slots = range(plan.blocks.shape[1] * bs)
@@ -326,6 +326,7 @@ class World:
             pinned = cfg.pinned_tokens
             expected = {
                 "live": [slot < live for slot in slots],
+                "pinned": [slot < pinned for slot in slots],
                 "eligible": [pinned <= slot < live - cfg.recent_tokens for slot in slots],
                 "freed": [pinned <= slot < pinned + dropped for slot in slots],
             }

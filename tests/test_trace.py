@@ -27,8 +27,9 @@ def test_kept_positions_are_those_left_after_the_move() -> None:
         num_dropped=np.array([8, 4]),
         live_table=padded_blocks(rows).int().numpy(),
         num_tokens=np.array([16, 12]),
+        pinned_tokens=np.array([4, 4]),
     )
-    log.add_compaction("layer.3", pages.layer, drops.kept_blocks(1, 4), [8, 8], (0, 2))
+    log.add_compaction("layer.3", pages.layer, drops.kept_blocks(4), [8, 8], (0, 2))
     assert log.steps == [(7, 15, 1), (8, 3, 1), (9, 11, 1)]
     kept = [(step, name, [sorted(head) for head in heads]) for step, name, heads, _ in log.kept]
     pinned = [0, 1, 2, 3]

@@ -42,19 +42,19 @@ CONFIG = KVPolicyConfig(
     max_in_flight_tokens=64,
     rank_by="value",
 )
-LIVE, DROPPED = [200, 130, 333], [64, 16, 160]
+LIVE, DROPPED, PINNED = [200, 130, 333], [64, 16, 160], [16, 48, 0]
 
 
 def filled(seed: int, shape: Shape = SHAPE) -> tuple[Pages, list[Row]]:
     """Rows whose tokens have scores, and are in no order between pinned and recent ones."""
     pages = Pages(shape, seed)
     rows = [pages.add_row(num_live) for num_live in LIVE]
-    for row in rows:
+    for row, pinned in zip(rows, PINNED, strict=True):
         for head in range(shape.num_kv_heads):
             pages.put(pages.layer.scores, row, head, torch.rand(row.num_live, generator=pages.generator))
             order = torch.arange(row.num_live) * 3  # as if others had been dropped between them
-            middle = order[16:-16].clone()
-            order[16:-16] = middle[torch.randperm(middle.numel(), generator=pages.generator)]
+            middle = order[pinned:-16].clone()
+            order[pinned:-16] = middle[torch.randperm(middle.numel(), generator=pages.generator)]
             assert pages.layer.positions is not None
             pages.put(pages.layer.positions, row, head, order)
     return pages, rows
@@ -62,7 +62,8 @@ def filled(seed: int, shape: Shape = SHAPE) -> tuple[Pages, list[Row]]:
 
 def drops(rows: list[Row]) -> DropRows:
     live = np.array([row.num_live for row in rows])
-    return DropRows(live, np.array(DROPPED), padded_blocks(rows).int().numpy(), num_tokens=3 * live)
+    table = padded_blocks(rows).int().numpy()
+    return DropRows(live, np.array(DROPPED), table, num_tokens=3 * live, pinned_tokens=np.array(PINNED))
 
 
 def states(count: int) -> tuple[list[Pages], list[LayerState], list[Row]]:

@@ -75,6 +75,11 @@ class KVPolicyConfig:
         return self.budget_tokens < self.max_model_len
 
     @property
+    def no_budget_tokens(self) -> int:
+        """The budget of a request that loses nothing: a block more than any sequence has."""
+        return (-(-self.max_model_len // self.block_size) + 1) * self.block_size
+
+    @property
     def max_blocks_per_request(self) -> int:
         """Bound on the blocks one request holds at any time; start-up sizing and admission both use it."""
         return retention.max_blocks_held(

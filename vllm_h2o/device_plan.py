@@ -25,26 +25,26 @@ class DeviceTable:
     Attributes:
         table: ``[all rows, width]`` int32 on the device.
         rows: ``[num_rows]`` which of its rows.
-        gap_blocks: ``[num_rows]``, behind the pinned blocks.
-        pinned_blocks: the same for all rows.
+        gap_blocks, pinned_blocks: ``[num_rows]``, the gap is behind the pinned ones.
     """
 
     table: torch.Tensor
     rows: IntArray
     gap_blocks: IntArray
-    pinned_blocks: int
+    pinned_blocks: IntArray
 
     def __getitem__(self, chosen: Any) -> "DeviceTable":
-        return replace(self, rows=self.rows[chosen], gap_blocks=self.gap_blocks[chosen])
+        numbers = (self.rows, self.gap_blocks, self.pinned_blocks)
+        return DeviceTable(self.table, *(array[chosen] for array in numbers))
 
     def live(self, num_blocks: int) -> torch.Tensor:
         """``[num_rows, num_blocks]`` int32, live blocks in order, then ids that nobody may read."""
-        packed = torch.from_numpy(np.stack([self.rows, self.gap_blocks], axis=1))
+        packed = torch.from_numpy(np.stack([self.rows, self.gap_blocks, self.pinned_blocks], axis=1))
         if self.table.is_cuda:
             packed = packed.pin_memory()
-        rows, gaps = packed.to(self.table.device, non_blocking=True).split(1, dim=1)
+        rows, gaps, pinned = packed.to(self.table.device, non_blocking=True).split(1, dim=1)
         columns = torch.arange(num_blocks, device=self.table.device)
-        source = torch.where(columns >= self.pinned_blocks, columns + gaps, columns)
+        source = torch.where(columns >= pinned, columns + gaps, columns)
         return self.table[rows, source.clamp_(max=self.table.shape[1] - 1)]
 
 
@@ -73,11 +73,12 @@ class DevicePlanner(StepPlanner):
         """As ``StepPlanner.batch``; ``table`` is on the device, and rows behind the requests are padding."""
         new = np.diff(query_start)
         computed = seq_lens - new
-        gap = self._evicted(computed)
+        budget, pinned = self._limits(None, new.size)
+        gap = self._evicted(computed, budget)
         padded = np.full(new.size, -1)
         padded[: requests.size] = requests
-        rows = DeviceTable(table, np.arange(new.size), gap, self.config.pinned_blocks)
-        return DeviceBatch(computed, new, query_start[:-1], rows, gap, rows, padded)
+        rows = DeviceTable(table, np.arange(new.size), gap, pinned)
+        return DeviceBatch(computed, new, query_start[:-1], rows, gap, rows, budget, pinned, padded)
 
     def plan(self, batch: Batch) -> StepPlan:
         """The step's plan; its ``started_blocks`` are indices into ``table``, flattened."""

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from vllm_h2o import policies, retention
 from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.policies.base import AttentionPolicy
+from vllm_h2o.request_limits import RowLimits
 from vllm_h2o.step_plan import (
     NULL_BLOCK,
     Batch,
@@ -49,32 +50,50 @@ class StepPlanner:
         self.ring = ring
         self.trace = trace
 
-    def batch(self, seq_lens: IntArray, query_start: IntArray, table: BlockTable) -> Batch:
+    def batch(
+        self,
+        seq_lens: IntArray,
+        query_start: IntArray,
+        table: BlockTable,
+        limits: RowLimits | None = None,
+    ) -> Batch:
         """Find each row's live blocks.
 
         Args:
             seq_lens: ``[num_rows]``, tokens of each row with the new ones.
             query_start: ``[num_rows + 1]``, cumulative new tokens.
             table: ``[num_rows, width]``, logical block table.
+            limits: of the rows' requests; None where all have the policy's own.
         """
-        bs, pinned = self.config.block_size, self.config.pinned_blocks
+        bs = self.config.block_size
         new = np.diff(query_start)
         computed = seq_lens - new
-        gap = self._evicted(computed)
+        budget, pinned = self._limits(limits, new.size)
+        gap = self._evicted(computed, budget)
         live_blocks = -(-seq_lens // bs) - gap
         columns = np.arange(max(int(live_blocks.max(initial=0)), 1))
         if gap.any():
-            source = columns + np.where(columns >= pinned, gap[:, None], 0)
+            source = columns + np.where(columns >= pinned[:, None], gap[:, None], 0)
             live_table = np.take_along_axis(table, np.minimum(source, table.shape[1] - 1), axis=1)
         else:
             live_table = table[:, : columns.size]
-        return Batch(computed, new, query_start[:-1], table, gap, live_table)
+        return Batch(computed, new, query_start[:-1], table, gap, live_table, budget, pinned)
+
+    def _limits(self, limits: RowLimits | None, num_rows: int) -> tuple[IntArray, IntArray]:
+        """Budgets in tokens and pinned blocks, ``[num_rows]`` each; rows behind the requests are padding."""
+        budget = np.full(num_rows, self.config.budget_tokens)
+        pinned = np.full(num_rows, self.config.pinned_blocks)
+        if limits is not None:
+            budget[: limits.budget_tokens.size] = limits.budget_tokens
+            pinned[: limits.pinned_blocks.size] = limits.pinned_blocks
+        return budget, pinned
 
     def plan(self, batch: Batch) -> StepPlan:
         """Everything that the layers have to do in this step."""
         if not self.config.compacts:
             return StepPlan()
-        real = self._is_real(batch)
+        # What never loses a token has no use for scores.
+        real = self._is_real(batch) & (batch.budget_tokens < self.config.no_budget_tokens)
         if not real.all():
             batch = batch.select(real)
         if not batch.new.size:
@@ -84,7 +103,7 @@ class StepPlanner:
         scores: list[ScoreRows] = []
         if self.policy is not None:
             append_tokens, append_slots, scores = self._score(batch, started)
-        dropped_blocks = self._evicted(batch.total) - batch.gap_blocks
+        dropped_blocks = self._evicted(batch.total, batch.budget_tokens) - batch.gap_blocks
         trace_steps: tuple[int, ...] = ()
         if self.trace is not None:
             first_step = self.trace.add_steps(batch.table[:, 0], batch.computed, batch.new)
@@ -120,9 +139,9 @@ class StepPlanner:
                 scores.append(self._kept(decode_rows.select(full), slots[full], first[full], bs, 1))
         return append_tokens, append_slots, scores
 
-    def _evicted(self, num_tokens: IntArray) -> IntArray:
+    def _evicted(self, num_tokens: IntArray, budget_tokens: IntArray) -> IntArray:
         return retention.evicted_blocks(
-            num_tokens, budget_tokens=self.config.budget_tokens, block_size=self.config.block_size
+            num_tokens, budget_tokens=budget_tokens, block_size=self.config.block_size
         )
 
     def _started_blocks(self, batch: Batch) -> tuple[IntArray, npt.NDArray[np.int32]]:
@@ -180,6 +199,7 @@ class StepPlanner:
             num_dropped=dropped_blocks[due] * bs,
             live_table=rows.live_table,
             num_tokens=rows.total,
+            pinned_tokens=rows.pinned_blocks * bs,
             total_weights=self.total_weights,
         )
 

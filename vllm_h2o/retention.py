@@ -21,7 +21,9 @@ import numpy.typing as npt
 IntOrArray = TypeVar("IntOrArray", int, npt.NDArray[np.int64])
 
 
-def evicted_blocks(num_computed_tokens: IntOrArray, *, budget_tokens: int, block_size: int) -> IntOrArray:
+def evicted_blocks(
+    num_computed_tokens: IntOrArray, *, budget_tokens: IntOrArray | int, block_size: int
+) -> IntOrArray:
     """Number of blocks that a request with ``num_computed_tokens`` has lost.
 
     In decode the count grows exactly on the step that fills the tail block, because the budget is a

@@ -53,6 +53,7 @@ class DropRows:
         num_dropped: tokens to drop, a multiple of the block size.
         live_table: as in ``ScoreRows``.
         num_tokens: all tokens so far, dropped ones too.
+        pinned_tokens: first tokens that are never dropped, whole blocks; behind them is what will be freed.
         total_weights: ``[max_model_len]`` float32, where a rank is a mean: entry ``n - 1`` is the weight of
             the ``n`` queries that saw a token, to divide its score by; else empty.
     """
@@ -61,15 +62,17 @@ class DropRows:
     num_dropped: IntArray
     live_table: BlockTable
     num_tokens: IntArray
+    pinned_tokens: IntArray
     total_weights: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
 
-    def kept_blocks(self, pinned_blocks: int, block_size: int) -> list[BlockTable]:
+    def kept_blocks(self, block_size: int) -> list[BlockTable]:
         """Per row the ids of the blocks that it goes on with, in order."""
         num_blocks = -(-self.num_live // block_size)
-        freed_end = pinned_blocks + self.num_dropped // block_size
+        begin = self.pinned_tokens // block_size
+        end = begin + self.num_dropped // block_size
         return [
-            np.delete(blocks[:count], np.s_[pinned_blocks:end])
-            for blocks, count, end in zip(self.live_table, num_blocks, freed_end, strict=True)
+            np.delete(blocks[:count], np.s_[first:last])
+            for blocks, count, first, last in zip(self.live_table, num_blocks, begin, end, strict=True)
         ]
 
 
@@ -115,6 +118,7 @@ class Batch:
         gap_blocks: blocks that are gone already.
         live_table: ``[num_rows, live_width]`` int32, the table with the gap left out. Entries past a row's
             live blocks are stale ids that nobody may read.
+        budget_tokens, pinned_blocks: the limits of each row's request.
     """
 
     computed: IntArray
@@ -123,6 +127,8 @@ class Batch:
     table: Any
     gap_blocks: IntArray
     live_table: Any
+    budget_tokens: IntArray
+    pinned_blocks: IntArray
 
     @property
     def total(self) -> IntArray:

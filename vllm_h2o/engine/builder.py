@@ -1,6 +1,7 @@
 """Metadata builder: shows kernels only live blocks, and plans what the layers do after attention."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from vllm_h2o.kernels import create as create_kernels
 from vllm_h2o.kernels.base import LayerState, PreparedStep
 from vllm_h2o.planner import StepPlanner
 from vllm_h2o.query_ring import QueryRing, num_ring_slots
+from vllm_h2o.request_limits import RowLimits
 from vllm_h2o.step_plan import Batch, StepPlan
 from vllm_h2o.trace import TraceLog
 
@@ -43,7 +45,6 @@ class StepWork:
 
     plan: StepPlan
     prepared: PreparedStep
-    pinned_blocks: int
     seconds: WorkSeconds
 
     def run(self, layer: LayerState, query: torch.Tensor) -> None:
@@ -56,7 +57,7 @@ class StepWork:
             self.seconds.compaction += time.perf_counter() - scored
         if self.plan.trace is not None and self.plan.drops is not None:
             drops = self.plan.drops
-            kept_blocks = drops.kept_blocks(self.pinned_blocks, layer.cache.block_size)
+            kept_blocks = drops.kept_blocks(layer.cache.block_size)
             kept_tokens = (drops.num_live - drops.num_dropped).tolist()
             self.plan.trace.add_compaction(
                 layer.name, layer.cache, kept_blocks, kept_tokens, self.plan.trace_steps
@@ -68,6 +69,7 @@ class H2OCPUMetadataBuilder(CPUAttentionMetadataBuilder):
 
     Attributes:
         planner: None in such groups.
+        row_limits: limits of the rows of the step that is being built; the worker sets it.
         seconds: what the layers have spent in steps that aren't reported yet.
     """
 
@@ -82,6 +84,7 @@ class H2OCPUMetadataBuilder(CPUAttentionMetadataBuilder):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.planner: StepPlanner | None = None
+        self.row_limits: Callable[[], RowLimits | None] = lambda: None
         if not isinstance(kv_cache_spec, H2OSpec):
             return
         if self.isa == "amx":
@@ -117,15 +120,14 @@ class H2OCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             common_attn_metadata.seq_lens_cpu_upper_bound.numpy().astype(np.int64),
             common_attn_metadata.query_start_loc_cpu.numpy().astype(np.int64),
             common_attn_metadata.block_table_tensor.numpy(),
+            self.row_limits(),
         )
         plan = self.planner.plan(batch)
         if batch.has_gap:
             common_attn_metadata = self._without_gap(common_attn_metadata, batch)
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if not plan.is_empty:
-            pinned_blocks = self.planner.config.pinned_blocks
-            work = StepWork(plan, self.kernels.prepare(plan), pinned_blocks, self.seconds)
-            setattr(metadata, PLAN_ATTRIBUTE, work)
+            setattr(metadata, PLAN_ATTRIBUTE, StepWork(plan, self.kernels.prepare(plan), self.seconds))
         self._report_lost_queries()
         return metadata
 

@@ -98,10 +98,11 @@ def apply_policy(vllm_config: VllmConfig, settings: KVPolicySettings) -> VllmCon
     for note in notes:
         logger.warning("KV policy: %s.", note)
     # Not at the top: it brings much of vLLM's front end, which nobody else has to load.
-    from vllm_h2o.engine import metrics
+    from vllm_h2o.engine import metrics, request_checks
 
     _set_policy(vllm_config, policy)
     metrics.install()
+    request_checks.install(policy)
     backend.activate()
     return vllm_config
 

@@ -17,6 +17,7 @@ from vllm_h2o.engine.compat import (
     Request,
 )
 from vllm_h2o.errors import ConfigError
+from vllm_h2o.request_limits import RequestTable
 from vllm_h2o.usage import CacheUsage
 
 
@@ -24,6 +25,7 @@ class H2OManager(FullAttentionManager):
     """``FullAttentionManager`` with a gap behind the pinned blocks; only pinned blocks are ever cached.
 
     Attributes:
+        requests: those with limits of their own; the scheduler keeps it up to date.
         usage: what its requests hold and have lost.
     """
 
@@ -32,6 +34,7 @@ class H2OManager(FullAttentionManager):
     def __init__(self, kv_cache_spec: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, *args, **kwargs)
         self.policy: KVPolicyConfig = kv_cache_spec.policy
+        self.requests = RequestTable(self.policy)
         self.usage = CacheUsage()
         if kv_cache_spec.block_size != self.policy.block_size:
             raise ConfigError(
@@ -51,12 +54,13 @@ class H2OManager(FullAttentionManager):
         num_prompt_tokens: int | None = None,
     ) -> None:
         """Free blocks ``[s, s + evicted_blocks(processed_computed_tokens))`` of the request."""
+        limits = self.requests.of(request_id)
         evicted = retention.evicted_blocks(
             processed_computed_tokens,
-            budget_tokens=self.policy.budget_tokens,
+            budget_tokens=limits.budget_tokens,
             block_size=self.policy.block_size,
         )
-        first = self.policy.pinned_blocks
+        first = limits.pinned_blocks
         self._remove_blocks_in_range(request_id, first, first + evicted)
         self.usage.update(request_id, processed_computed_tokens, evicted * self.policy.block_size)
 

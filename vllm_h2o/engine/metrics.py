@@ -22,6 +22,7 @@ from vllm_h2o.usage import UsageReport
 logger = init_logger("vllm.h2o.metrics")
 
 PREFIX = "vllm:kv_policy_"
+REFUSED = PREFIX + "refused_requests"
 _MARK = "__vllm_h2o__"
 _LABELS = ("model_name", "engine")
 
@@ -41,6 +42,15 @@ HISTOGRAMS = {
     "compaction_us": ("compaction_seconds", "Time that dropping tokens took in a step that did, all layers."),
 }
 _BUCKETS_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
+
+
+_refused_requests: list[Any] = []
+"""The counter of this process, once there is one: requests are refused before they belong to an engine."""
+
+
+def count_refused_request() -> None:
+    for counter in _refused_requests:
+        counter.inc()
 
 
 def install() -> None:
@@ -97,6 +107,9 @@ class KVPolicyStatLogger(AggregateStatLoggerBase):
             about.labels(self._model_name, str(engine), *info.values()).set(1)
             for metric in made.values():
                 metric.labels(self._model_name, str(engine))  # so that it is there, at 0
+        refused = Counter(REFUSED, "Requests that asked for limits that can't be.", ("model_name",))
+        _refused_requests.clear()
+        _refused_requests.append(refused.labels(self._model_name))
         self._metrics = made
 
     def record(

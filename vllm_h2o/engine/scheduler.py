@@ -1,4 +1,4 @@
-"""vLLM's scheduler with one addition: after each step it reports what the policy did.
+"""vLLM's scheduler, which tells the managers the limits of single requests and reports what the policy did.
 
 It schedules nothing by itself; what is freed is the manager's business (``vllm_h2o.engine.manager``).
 """
@@ -9,25 +9,52 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from vllm_h2o import retention
+from vllm_h2o.config import CONFIG_KEY, KVPolicyConfig
 from vllm_h2o.engine.manager import H2OManager
 from vllm_h2o.engine.seams import SCHEDULER_SEAMS, check_seams
 from vllm_h2o.engine.spec import H2OSpec
+from vllm_h2o.request_limits import REPORT, RequestLimits
 from vllm_h2o.usage import SECONDS_ATTRIBUTE, CacheUsage, UsageReport
 
 _Scheduler: Any = object
-"""Stands for one of vLLM's two schedulers, which comes behind ``Reports`` among the bases."""
+"""Stands for one of vLLM's two schedulers, which comes behind ``ServesPolicy`` among the bases."""
 
 
-class Reports(_Scheduler):
-    """Puts a ``UsageReport`` into each step's statistics."""
+class ServesPolicy(_Scheduler):
+    """Puts a ``UsageReport`` into each step's statistics, and one of a request into its answer if asked."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_seams(SCHEDULER_SEAMS)
         super().__init__(*args, **kwargs)
+        policy = KVPolicyConfig.from_additional_config(self.vllm_config.additional_config)
+        assert policy is not None, "this scheduler is only for engines with a KV policy"
+        self.policy = policy
         managers = self.kv_cache_manager.coordinator.single_type_managers
         self._managers = [manager for manager in managers if isinstance(manager, H2OManager)]
         self._reported = CacheUsage()
         self._seconds = (0.0, 0.0)
+
+    def add_request(self, request: Any) -> None:
+        """As vLLM's; its limits hold from its first step to its end, through preemptions."""
+        for manager in self._managers:
+            manager.requests.add(request.request_id, _extra_args(request))
+        super().add_request(request)
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        kv_params, ec_params = super()._free_request(request, *args, **kwargs)
+        if kv_params is None and (_extra_args(request) or {}).get(REPORT):
+            kv_params = {CONFIG_KEY: self._report_of(request)}
+        for manager in self._managers:
+            manager.requests.forget([request.request_id])
+        return kv_params, ec_params
+
+    def _report_of(self, request: Any) -> dict[str, int]:
+        limits = RequestLimits.of_request(_extra_args(request), self.policy)
+        rule = {"budget_tokens": limits.budget_tokens, "block_size": self.policy.block_size}
+        computed = request.num_tokens - 1  # the last one is an answer only
+        live = retention.live_tokens(computed, **rule)
+        return {"evicted_tokens": computed - live, "live_tokens": live, "budget_tokens": limits.budget_tokens}
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """As vLLM's."""
@@ -70,9 +97,14 @@ class Reports(_Scheduler):
         return per_block * self.kv_cache_config.num_blocks
 
 
-class H2OScheduler(Reports, Scheduler):
+def _extra_args(request: Any) -> dict[str, Any] | None:
+    params = request.sampling_params
+    return None if params is None else params.extra_args
+
+
+class H2OScheduler(ServesPolicy, Scheduler):
     """For engines that wait for each step."""
 
 
-class H2OAsyncScheduler(Reports, AsyncScheduler):
+class H2OAsyncScheduler(ServesPolicy, AsyncScheduler):
     """For engines that schedule a step while the last one runs."""

@@ -178,10 +178,20 @@ METRICS_SEAMS: tuple[Seam, ...] = (
     ),
 )
 
+# Checked by ``vllm_h2o.engine.request_checks`` only, where a policy is active.
+REQUEST_SEAMS: tuple[Seam, ...] = (
+    Seam("vllm.sampling_params:SamplingParams.from_optional", ("extra_args",), "limits of requests"),
+    Seam("vllm.v1.engine.input_processor:InputProcessor.process_inputs", ("params",), "limits of requests"),
+    Seam("vllm.exceptions:VLLMValidationError", (), "limits of requests"),
+    Seam("vllm.config:CacheConfig.num_gpu_blocks", (), "limits of requests"),
+)
+
 # Checked by ``vllm_h2o.engine.scheduler`` only, which lives in the engine's process.
 SCHEDULER_SEAMS: tuple[Seam, ...] = (
     Seam("vllm.v1.core.sched.scheduler:Scheduler.update_from_output", ("model_runner_output",), "reports"),
     Seam("vllm.v1.core.sched.scheduler:Scheduler.make_stats", (), "reports"),
+    Seam("vllm.v1.core.sched.scheduler:Scheduler.add_request", ("request",), "limits of requests"),
+    Seam("vllm.v1.core.sched.scheduler:Scheduler._free_request", ("request",), "limits of requests"),
     Seam("vllm.v1.core.sched.async_scheduler:AsyncScheduler", (), "the other base"),
     Seam("vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator", (), "has the managers"),
 )
@@ -194,6 +204,14 @@ WORKER_SEAMS: tuple[Seam, ...] = (
     Seam("vllm.v1.worker.cpu_worker:CPUWorker.get_kv_cache_spec", ("self",), "our KV cache spec"),
     Seam("vllm.v1.worker.cpu_worker:CPUWorker.execute_model", ("scheduler_output",), "times the policy"),
     Seam("vllm.v1.worker.cpu_worker:CPUWorker.sample_tokens", (), "times the policy"),
+    Seam("vllm.v1.worker.cpu_worker:CPUWorker.initialize_from_config", ("kv_cache_config",), "has builders"),
+    Seam(
+        "vllm.v1.core.sched.output:SchedulerOutput",
+        ("scheduled_new_reqs", "finished_req_ids"),
+        "limits of requests",
+    ),
+    Seam("vllm.v1.core.sched.output:NewRequestData", ("req_id", "sampling_params"), "limits of requests"),
+    Seam("vllm.v1.worker.gpu_input_batch:InputBatch.req_ids", (), "limits of requests"),
 )
 
 
@@ -249,7 +267,7 @@ GPU_SEAMS: tuple[Seam, ...] = (
     Seam("vllm.config:ModelConfig.rswa_window", (), "refuses windows over a reference"),
 )
 
-ALL_SEAMS = (*SEAMS, *WORKER_SEAMS, *METRICS_SEAMS, *SCHEDULER_SEAMS, *GPU_SEAMS)
+ALL_SEAMS = (*SEAMS, *WORKER_SEAMS, *METRICS_SEAMS, *REQUEST_SEAMS, *SCHEDULER_SEAMS, *GPU_SEAMS)
 
 
 def check_seams(seams: tuple[Seam, ...] = SEAMS) -> None:

@@ -10,6 +10,7 @@ from vllm_h2o.engine.builder import H2OCPUMetadataBuilder, WorkSeconds
 from vllm_h2o.engine.compat import ModelRunnerOutput
 from vllm_h2o.engine.policy_worker import PolicyWorker
 from vllm_h2o.engine.seams import WORKER_SEAMS
+from vllm_h2o.request_limits import RequestTable, RowLimits
 from vllm_h2o.usage import SECONDS_ATTRIBUTE
 
 
@@ -18,13 +19,27 @@ class H2OCPUWorker(PolicyWorker, CPUWorker):
 
     seams = WORKER_SEAMS
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.requests = RequestTable(self.kv_policy)
+
     @staticmethod
     def num_ring_slots(max_num_seqs: int) -> int:
         return query_ring.num_ring_slots(max_num_seqs)
 
-    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """As vLLM's; then the builders exist, which have to know the requests behind their rows."""
+        super().initialize_from_config(kv_cache_config)
+        for builder in self._builders():
+            builder.row_limits = self._row_limits
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's; the output says what the layers spent on the policy."""
-        return self._with_seconds(super().execute_model(*args, **kwargs))
+        self.requests.forget(scheduler_output.finished_req_ids)
+        for request in scheduler_output.scheduled_new_reqs:
+            params = request.sampling_params
+            self.requests.add(request.req_id, None if params is None else params.extra_args)
+        return self._with_seconds(super().execute_model(scheduler_output, *args, **kwargs))
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """As ``execute_model``: one of the two returns the step's output."""
@@ -37,6 +52,10 @@ class H2OCPUWorker(PolicyWorker, CPUWorker):
             total = WorkSeconds(sum(s.scoring for s in spent), sum(s.compaction for s in spent))
             setattr(output, SECONDS_ATTRIBUTE, (total.scoring, total.compaction))
         return output
+
+    def _row_limits(self) -> RowLimits | None:
+        """Of the batch that is being prepared: its rows are in the runner's order."""
+        return self.requests.rows(self.model_runner.input_batch.req_ids) if len(self.requests) else None
 
     def take_kv_trace(self) -> list[dict[str, list[Any]]]:
         """What ``trace`` recorded since the last call, one entry per KV cache group (debugging)."""

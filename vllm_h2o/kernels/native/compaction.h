@@ -24,7 +24,7 @@ class Compactor {
       choose_blocks(layer.block_size, step, row);
     else
       choose_tokens(step, row);
-    move(layer, step, row, head);
+    move(layer, row, head);
   }
 
  private:
@@ -61,7 +61,7 @@ class Compactor {
     const float none = -std::numeric_limits<float>::infinity();
     const int64_t padded = (n + kLanes - 1) / kLanes * kLanes;
     aged_.assign(padded + 2 * reach + kLanes, none);
-    for (int64_t age = step.pinned_tokens; age < n; ++age) aged_[reach + age] = ranks_[by_age_[age]];
+    for (int64_t age = row.pinned_tokens; age < n; ++age) aged_[reach + age] = ranks_[by_age_[age]];
     pooled_.resize(padded);
     for (int64_t age = 0; age < padded; age += kLanes) {
       Floats most = load(&aged_[age]);
@@ -94,7 +94,7 @@ class Compactor {
 
   void choose_tokens(const Step& step, const DropRow& row) {
     ranked_.clear();
-    for (int64_t slot = step.pinned_tokens; slot < row.num_live - step.recent_tokens; ++slot)
+    for (int64_t slot = row.pinned_tokens; slot < row.num_live - step.recent_tokens; ++slot)
       ranked_.push_back({ranks_[slot], order_[slot], slot});
     take_lowest(row.num_dropped, 1);
   }
@@ -103,7 +103,7 @@ class Compactor {
   void choose_blocks(int64_t block_size, const Step& step, const DropRow& row) {
     ranked_.clear();
     const int64_t end = row.num_live - step.recent_tokens - block_size;
-    for (int64_t slot = step.pinned_tokens; slot <= end; slot += block_size) {
+    for (int64_t slot = row.pinned_tokens; slot <= end; slot += block_size) {
       double sum = 0;
       for (int64_t i = slot; i < slot + block_size; ++i) sum += ranks_[i];
       ranked_.push_back({finite(sum), slot, slot});
@@ -117,10 +117,10 @@ class Compactor {
   }
 
   // The i-th survivor of the region about to be freed goes to the i-th hole outside of it.
-  void move(const Layer& layer, const Step& step, const DropRow& row, int64_t head) const {
-    const int64_t freed_end = step.pinned_tokens + row.num_dropped;
+  void move(const Layer& layer, const DropRow& row, int64_t head) const {
+    const int64_t freed_end = row.pinned_tokens + row.num_dropped;
     int64_t hole = freed_end;
-    for (int64_t slot = step.pinned_tokens; slot < freed_end; ++slot) {
+    for (int64_t slot = row.pinned_tokens; slot < freed_end; ++slot) {
       if (victims_[slot]) continue;
       while (!victims_[hole]) ++hole;
       copy(layer, row, head, slot, hole++);

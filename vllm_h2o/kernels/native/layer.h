@@ -93,6 +93,7 @@ struct DropRow {
   int64_t num_live;
   int64_t num_dropped;  // tokens, a multiple of the block size
   int64_t num_tokens;   // of the request so far, dropped ones too
+  int64_t pinned_tokens;  // never dropped
   const int32_t* blocks;
 };
 
@@ -108,7 +109,7 @@ struct Step {
   const ScoreRow* score_rows;
   int64_t num_drop_rows;
   const DropRow* drop_rows;
-  int64_t pinned_tokens;  // keep no scores and are never dropped
+  int64_t pinned_tokens;  // of all rows: keep no scores
   int64_t recent_tokens;
   int64_t score_pool;
   int64_t by_block;

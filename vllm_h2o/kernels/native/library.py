@@ -10,7 +10,7 @@ import torch
 
 from vllm_h2o.kernels.native.build import BuildError, build
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Codes of the dtypes of a cache."""
@@ -75,7 +75,13 @@ SCORE_ROW = np.dtype(
 """``h2o::ScoreRow``."""
 
 DROP_ROW = np.dtype(
-    [("num_live", np.int64), ("num_dropped", np.int64), ("num_tokens", np.int64), ("blocks", np.uintp)]
+    [
+        ("num_live", np.int64),
+        ("num_dropped", np.int64),
+        ("num_tokens", np.int64),
+        ("pinned_tokens", np.int64),
+        ("blocks", np.uintp),
+    ]
 )
 """``h2o::DropRow``."""
 

@@ -173,5 +173,6 @@ def _drop_rows(rows: DropRows | None) -> npt.NDArray[Any]:
         packed["num_live"] = rows.num_live
         packed["num_dropped"] = rows.num_dropped
         packed["num_tokens"] = rows.num_tokens
+        packed["pinned_tokens"] = rows.pinned_tokens
         packed["blocks"] = _row_addresses(rows.live_table)
     return packed

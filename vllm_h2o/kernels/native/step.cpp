@@ -46,7 +46,7 @@ void after_attention(const Layer& layer, const Step& step, const Queries& batch)
 extern "C" {
 
 // Changed whenever the structures or their meaning change; Python checks it.
-int64_t h2o_abi_version() { return 2; }
+int64_t h2o_abi_version() { return 3; }
 
 int64_t h2o_scratch_bytes(int64_t num_live, int64_t num_kv_heads, int64_t head_size) {
   return h2o::scratch_bytes(num_live, num_kv_heads, head_size, omp_get_max_threads());

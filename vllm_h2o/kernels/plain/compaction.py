@@ -33,7 +33,7 @@ class Compaction:
         eligible: ``[R, 1, S]`` bool, slots whose token may be dropped.
         freed: ``[R, 1, S]`` bool, the region F.
         num_dropped_tokens: ``[R]`` int64.
-        pinned_tokens: the same for all rows.
+        pinned: ``[R, 1, S]`` bool, slots of pinned tokens.
         score_pool: odd number of neighbours whose maximum a token takes as its rank.
         by_block: drop whole blocks, by the sum of their tokens' ranks.
         rule: what tokens rank by.
@@ -44,7 +44,7 @@ class Compaction:
     eligible: torch.Tensor
     freed: torch.Tensor
     num_dropped_tokens: torch.Tensor
-    pinned_tokens: int
+    pinned: torch.Tensor
     score_pool: int
     by_block: bool
     rule: RankRule
@@ -88,8 +88,7 @@ def select_victims(
         assert positions is not None, "pooling needs positions"
         by_age = torch.argsort(positions.masked_fill(~plan.live, torch.iinfo(torch.int32).max), dim=2)
         # Pinned tokens are the oldest, recent ones the newest: masks by slot hold by age as well.
-        poolable = plan.live.clone()
-        poolable[:, :, : plan.pinned_tokens] = False
+        poolable = plan.live & ~plan.pinned
         ranks = ranks.gather(2, by_age).masked_fill_(~poolable, -torch.inf)
         ranks = torch.nn.functional.max_pool1d(ranks, plan.score_pool, stride=1, padding=plan.score_pool // 2)
         if plan.by_block:

@@ -156,17 +156,18 @@ def _compaction(rows: DropRows, config: KVPolicyConfig) -> Compaction:
     bs, live = config.block_size, rows.num_live
     blocks, _ = _padded(rows.live_table, live, bs)
     slots = np.arange(blocks.shape[1] * bs)
-    movable = slots >= config.pinned_tokens
+    pinned = rows.pinned_tokens[:, None]
+    movable = slots >= pinned
     masks = {
         "live": slots < live[:, None],
+        "pinned": ~movable,
         "eligible": movable & (slots < live[:, None] - config.recent_tokens),
-        "freed": movable & (slots < config.pinned_tokens + rows.num_dropped[:, None]),
+        "freed": movable & (slots < pinned + rows.num_dropped[:, None]),
     }
     return Compaction(
         blocks=tensor(blocks),
         **{name: tensor(mask)[:, None] for name, mask in masks.items()},
         num_dropped_tokens=tensor(rows.num_dropped),
-        pinned_tokens=config.pinned_tokens,
         score_pool=config.score_pool,
         by_block=config.granularity == "block",
         rule=RankRule(config.rank_by, tensor(rows.num_tokens), tensor(rows.total_weights)),

@@ -47,8 +47,8 @@ def _count_lower(ranks, begin, end, limit, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def select_lowest_kernel(
-    ranks, slot_of_age, victims, num_live, num_dropped,
-    width, pinned_tokens, recent_tokens,
+    ranks, slot_of_age, victims, num_live, num_dropped, pinned_tokens,
+    width, recent_tokens,
     NUM_KV_HEADS: tl.constexpr, UNIT: tl.constexpr, BY_AGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid ``(1, R * H, L)``: marks the lowest eligible units; among equals the first go.
@@ -58,7 +58,7 @@ def select_lowest_kernel(
         victims: ``[P, width]`` int8, by slot (or block); written where a unit is eligible.
     """
     row, _, _, piece = _piece(NUM_KV_HEADS)
-    begin = pinned_tokens // UNIT
+    begin = tl.load(pinned_tokens + row) // UNIT
     end = (tl.load(num_live + row) - recent_tokens) // UNIT
     wanted = tl.load(num_dropped + row) // UNIT
     ranks += piece * width
@@ -84,8 +84,8 @@ def select_lowest_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def pair_moves_kernel(
-    victims, sources, targets, num_moves, num_live, num_dropped,
-    victim_width, move_width, pinned_tokens, recent_tokens,
+    victims, sources, targets, num_moves, num_live, num_dropped, pinned_tokens,
+    victim_width, move_width, recent_tokens,
     NUM_KV_HEADS: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid ``(1, R * H, L)``: the i-th survivor of the region to be freed, and the i-th hole outside of it.
@@ -95,10 +95,11 @@ def pair_moves_kernel(
         num_moves: ``[P]`` int32.
     """
     row, _, _, piece = _piece(NUM_KV_HEADS)
-    freed_end = pinned_tokens + tl.load(num_dropped + row)
+    begin = tl.load(pinned_tokens + row)
+    freed_end = begin + tl.load(num_dropped + row)
     end = (tl.load(num_live + row) - recent_tokens) // UNIT * UNIT
     survivors, holes = 0, 0
-    for start in range(pinned_tokens, end, TILE):
+    for start in range(begin, end, TILE):
         slots = start + tl.arange(0, TILE)
         there = slots < end
         goes = tl.load(victims + piece * victim_width + slots // UNIT, mask=there, other=0) != 0

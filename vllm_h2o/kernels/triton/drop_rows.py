@@ -43,9 +43,16 @@ class DropWork:
             rows.num_dropped[order],
             rows.live_table[order],
             rows.num_tokens[order],
+            rows.pinned_tokens[order],
             rows.total_weights,
         )
-        columns: list[Any] = [ordered.num_live, ordered.num_dropped, ordered.num_tokens, rows.total_weights]
+        columns: list[Any] = [
+            ordered.num_live,
+            ordered.num_dropped,
+            ordered.num_tokens,
+            ordered.pinned_tokens,
+        ]
+        columns.append(rows.total_weights)
         *tensors, total_weights = to_device(columns, device)
         table = live_table(ordered.live_table, -(-int(ordered.num_live[0]) // config.block_size), device)
         return cls(config, ordered, (*tensors, table), total_weights)
@@ -75,7 +82,7 @@ def piece_bytes(config: KVPolicyConfig, live: int, dropped: int, tokens: int) ->
 
 def _drop(work: DropWork, group: LayerGroup, part: slice) -> None:
     config, rows, block_size = work.config, work.rows, group.block_size
-    num_live, num_dropped, num_tokens, table = (tensor[part] for tensor in work.device_rows)
+    num_live, num_dropped, num_tokens, pinned, table = (tensor[part] for tensor in work.device_rows)
     pieces = (group.num_kv_heads * num_live.numel(), len(group.layers))
     width = triton.cdiv(int(rows.num_live[part][0]), block_size) * block_size
     heads: dict[str, Any] = {"NUM_KV_HEADS": group.num_kv_heads}
@@ -90,24 +97,23 @@ def _drop(work: DropWork, group: LayerGroup, part: slice) -> None:
     slot_of_age = token_ranks  # not read without pooling
     if pooled:
         most_tokens = int(rows.num_tokens[part].max())
-        slot_of_age = _pool(work, group, token_ranks, row, most_tokens, pieces, scratch)
+        slot_of_age = _pool(work, group, token_ranks, row, pinned, most_tokens, pieces, scratch)
     unit, unit_ranks = 1, token_ranks
     if by_block:
         unit, unit_ranks = block_size, scratch(width // block_size, torch.float32)
         compaction.sum_blocks_kernel[(triton.cdiv(width // block_size, _TILE_BLOCKS), *pieces)](
             token_ranks, unit_ranks, num_live, width, **heads, BLOCK_SIZE=block_size, TILE_BLOCKS=_TILE_BLOCKS
         )
-    protected = {"pinned_tokens": config.pinned_tokens, "recent_tokens": config.recent_tokens}
     victims = scratch(width // unit, torch.int8)
     compaction.select_lowest_kernel[(1, *pieces)](
-        unit_ranks, slot_of_age, victims, num_live, num_dropped, width // unit, **protected, **heads,
-        UNIT=unit, BY_AGE=pooled and not by_block, TILE=_TILE,
+        unit_ranks, slot_of_age, victims, num_live, num_dropped, pinned, width // unit, config.recent_tokens,
+        **heads, UNIT=unit, BY_AGE=pooled and not by_block, TILE=_TILE,
     )  # fmt: skip
     most_dropped = int(rows.num_dropped[part].max())
     sources, targets, num_moves = scratch(most_dropped), scratch(most_dropped), scratch(1)
     compaction.pair_moves_kernel[(1, *pieces)](
-        victims, sources, targets, num_moves, num_live, num_dropped, width // unit, most_dropped, **protected,
-        **heads, UNIT=unit, TILE=_TILE,
+        victims, sources, targets, num_moves, num_live, num_dropped, pinned, width // unit, most_dropped,
+        config.recent_tokens, **heads, UNIT=unit, TILE=_TILE,
     )  # fmt: skip
     tile = _tile_tokens(group)
     compaction.move_tokens_kernel[(triton.cdiv(most_dropped, tile), *pieces)](
@@ -140,8 +146,8 @@ def _rank(
 
 
 def _pool(
-    work: DropWork, group: LayerGroup, token_ranks: torch.Tensor, row: dict[str, Any], most_tokens: int,
-    pieces: tuple[int, int], scratch: Any,
+    work: DropWork, group: LayerGroup, token_ranks: torch.Tensor, row: dict[str, Any], pinned: torch.Tensor,
+    most_tokens: int, pieces: tuple[int, int], scratch: Any,
 ) -> torch.Tensor:  # fmt: skip
     """Pool ``token_ranks``, by age (or by slot, for whole blocks); returns the slot of each age."""
     config, width = work.config, token_ranks.shape[1]
@@ -161,7 +167,7 @@ def _pool(
         BLOCK_SIZE=group.block_size, TILE=_TILE,
     )  # fmt: skip
     ranks.pool_ranks_kernel[tiles](
-        aged, slot_of_age, token_ranks, row["num_live"], width, config.pinned_tokens,
+        aged, slot_of_age, token_ranks, row["num_live"], pinned, width,
         NUM_KV_HEADS=group.num_kv_heads, POOL=config.score_pool, BY_SLOT=config.granularity == "block",
         TILE=_TILE,
     )  # fmt: skip

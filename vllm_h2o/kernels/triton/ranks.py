@@ -180,7 +180,7 @@ def order_by_age_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def pool_ranks_kernel(
-    aged, slot_of_age, ranks, num_live, width, pinned_tokens,
+    aged, slot_of_age, ranks, num_live, pinned_tokens, width,
     NUM_KV_HEADS: tl.constexpr, POOL: tl.constexpr, BY_SLOT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid ``(tiles of ages, R * H, L)``: each token's highest rank among its neighbours, ``[P, width]``.
@@ -188,12 +188,12 @@ def pool_ranks_kernel(
     By age, or by slot. Pinned tokens are the oldest and may be shared: they keep no scores and don't count.
     """
     row, _, _, piece = _piece(NUM_KV_HEADS)
-    live = tl.load(num_live + row)
+    live, pinned = tl.load(num_live + row), tl.load(pinned_tokens + row)
     ages = tl.program_id(0) * TILE + tl.arange(0, TILE)
     most = tl.full((TILE,), float("-inf"), tl.float32)
     for step in tl.static_range(POOL):
         near = ages + step - POOL // 2
-        counts = (near >= pinned_tokens) & (near < live)
+        counts = (near >= pinned) & (near < live)
         most = tl.maximum(most, tl.load(aged + piece * width + near, mask=counts, other=float("-inf")))
     there = ages < live
     to = ages

@@ -1,0 +1,144 @@
+"""Limits of single requests: a smaller budget, more pinned tokens, or no eviction at all.
+
+They are written in the request itself (``vllm_xargs`` over HTTP, ``SamplingParams.extra_args`` in Python),
+which the scheduler and every worker receive whole before its first step. Each of them derives the limits
+alone and never changes them, so they agree at every step, as on the one rule (``vllm_h2o.retention``).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_h2o.config import KVPolicyConfig
+from vllm_h2o.errors import ConfigError
+from vllm_h2o.parsing import whole_number
+
+BUDGET, PIN_TOKENS, POLICY, REPORT = "kv_budget", "kv_pin_tokens", "kv_policy", "kv_report"
+FIELDS = (BUDGET, PIN_TOKENS, POLICY, REPORT)
+NO_POLICY = "none"
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """Limits of one request: those of the rule."""
+
+    budget_tokens: int
+    pinned_blocks: int
+
+    @classmethod
+    def of_policy(cls, policy: KVPolicyConfig) -> Self:
+        return cls(policy.budget_tokens, policy.pinned_blocks)
+
+    @classmethod
+    def of_request(cls, extra_args: Mapping[str, Any] | None, policy: KVPolicyConfig) -> Self:
+        """What a request asks for.
+
+        Raises:
+            ConfigError: a value is out of range, or a field is misspelt.
+        """
+        if not extra_args:
+            return cls.of_policy(policy)
+        _check_names(extra_args)
+        asked = {name: extra_args[name] for name in FIELDS if extra_args.get(name) is not None}
+        if asked.get(REPORT, 0) not in (0, 1):
+            raise ConfigError(REPORT, asked[REPORT], "it must be 0 or 1", "Give 1 to get a report")
+        if POLICY in asked:
+            return cls._without_policy(asked, policy)
+        block_size = policy.block_size
+        pinned = whole_number(PIN_TOKENS, asked.get(PIN_TOKENS, policy.pinned_tokens), policy.pinned_tokens)
+        budget = whole_number(BUDGET, asked.get(BUDGET, policy.budget_tokens), 1)
+        limits = cls(-(-budget // block_size) * block_size, -(-pinned // block_size))
+        if limits == cls.of_policy(policy):
+            return limits
+        if not policy.evicts:
+            name = BUDGET if BUDGET in asked else PIN_TOKENS
+            raise ConfigError(
+                name, asked[name], "this server's budget covers its longest sequence, so it drops nothing",
+                "Leave it out, or serve with a --kv-budget below --max-model-len",
+            )  # fmt: skip
+        if limits.budget_tokens > policy.budget_tokens:
+            raise ConfigError(
+                BUDGET, budget, f"it is over the server's budget of {policy.budget_tokens} tokens",
+                f"Give at most {policy.budget_tokens}, or {POLICY} {NO_POLICY}",
+            )  # fmt: skip
+        smallest = policy.recent_tokens + block_size
+        if limits.budget_tokens - limits.pinned_blocks * block_size < smallest:
+            raise ConfigError(
+                PIN_TOKENS if BUDGET not in asked else BUDGET, pinned if BUDGET not in asked else budget,
+                f"{limits.budget_tokens} tokens can't hold {limits.pinned_blocks * block_size} pinned + "
+                f"{policy.recent_tokens} recent + one block of {block_size}",
+                "Give a larger budget or fewer pinned tokens",
+            )  # fmt: skip
+        return limits
+
+    @classmethod
+    def _without_policy(cls, asked: Mapping[str, Any], policy: KVPolicyConfig) -> Self:
+        if asked[POLICY] != NO_POLICY:
+            raise ConfigError(
+                POLICY, asked[POLICY], f"a request can't choose a policy; the server's is {policy.name}",
+                f"Give {NO_POLICY} to lose nothing, or leave it out",
+            )  # fmt: skip
+        for name in (BUDGET, PIN_TOKENS):
+            if name in asked:
+                raise ConfigError(name, asked[name], f"it has no effect with {POLICY} {NO_POLICY}", "Drop it")
+        return cls(policy.no_budget_tokens, policy.pinned_blocks)
+
+
+def _check_names(extra_args: Mapping[str, Any]) -> None:
+    """Others may have arguments of their own; one that nearly is ours would be ignored without a word."""
+    for name, value in extra_args.items():
+        if name not in FIELDS and name.startswith("kv_"):
+            close = get_close_matches(name, FIELDS, n=1, cutoff=0.75)
+            if close:
+                known = ", ".join(FIELDS)
+                raise ConfigError(
+                    name, value, "there is no such argument", f"Write {close[0]}; known: {known}"
+                )
+
+
+@dataclass(frozen=True)
+class RowLimits:
+    """Limits of a step's rows, ``[num_rows]`` int64 each."""
+
+    budget_tokens: npt.NDArray[np.int64]
+    pinned_blocks: npt.NDArray[np.int64]
+
+
+class RequestTable:
+    """Limits of the requests that a process knows, of those that have some of their own."""
+
+    def __init__(self, policy: KVPolicyConfig) -> None:
+        self._policy = policy
+        self._default = RequestLimits.of_policy(policy)
+        self._limits: dict[str, RequestLimits] = {}
+
+    def __len__(self) -> int:
+        return len(self._limits)
+
+    def add(self, request_id: str, extra_args: Mapping[str, Any] | None) -> None:
+        """Note a request; its arguments were checked before it got here."""
+        limits = RequestLimits.of_request(extra_args, self._policy)
+        if limits != self._default:
+            self._limits[request_id] = limits
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        if self._limits:
+            for request_id in request_ids:
+                self._limits.pop(request_id, None)
+
+    def of(self, request_id: str) -> RequestLimits:
+        return self._limits.get(request_id, self._default) if self._limits else self._default
+
+    def rows(self, request_ids: Sequence[str]) -> RowLimits | None:
+        """Limits in the order of ``request_ids``; None if all have the policy's."""
+        if not self._limits:
+            return None
+        limits = [self.of(request_id) for request_id in request_ids]
+        return RowLimits(
+            np.array([row.budget_tokens for row in limits], dtype=np.int64),
+            np.array([row.pinned_blocks for row in limits], dtype=np.int64),
+        )
