@@ -67,21 +67,25 @@ class Metrics:
 class Server:
     """`vllm serve MODEL OPTIONS` on a free port of loopback; a context manager that stops it again.
 
+    ``environment`` goes beside ``ENVIRONMENT``.
+
     Raises:
         server_process.ServerError: it ended while starting; the message has the end of its log.
     """
 
-    def __init__(self, log_path: Path, *options: str) -> None:
+    def __init__(self, log_path: Path, *options: str, api_key: str = "none", **environment: str) -> None:
         port = server_process.free_port()
         self._log_path = log_path
         command = [
             *VLLM, "serve", MODEL, "--served-model-name", MODEL_NAME,
             "--host", server_process.HOST, "--port", str(port), *options,
         ]  # fmt: skip
-        self._process = server_process.Server(command, port=port, log_path=log_path, environment=ENVIRONMENT)
+        self._process = server_process.Server(
+            command, port=port, log_path=log_path, environment={**ENVIRONMENT, **environment}
+        )
         self.url = self._process.url
         self.client = OpenAI(
-            base_url=f"{self.url}/v1", api_key="none", timeout=_REQUEST_SECONDS, max_retries=0
+            base_url=f"{self.url}/v1", api_key=api_key, timeout=_REQUEST_SECONDS, max_retries=0
         )
 
     def __enter__(self) -> Server:

@@ -49,6 +49,9 @@ def _wrap_from_cli_args(original: Any) -> Any:
     def from_cli_args(cls: type[EngineArgs], args: argparse.Namespace) -> EngineArgs:
         engine_args: EngineArgs = original(cls, args)
         engine_args.additional_config = cli.with_flags(engine_args.additional_config, args)
+        # Where there are several API servers, each of their processes reads these arguments again, and loads
+        # plugins only while it does: what is here by then it will find.
+        args.additional_config = engine_args.additional_config
         return engine_args
 
     return from_cli_args

@@ -11,6 +11,7 @@ from vllm_h2o.engine.compat import ModelRunnerOutput
 from vllm_h2o.engine.policy_worker import PolicyWorker
 from vllm_h2o.engine.seams import WORKER_SEAMS
 from vllm_h2o.request_limits import RequestTable, RowLimits
+from vllm_h2o.retention import live_tokens
 from vllm_h2o.usage import SECONDS_ATTRIBUTE
 
 
@@ -56,6 +57,16 @@ class H2OCPUWorker(PolicyWorker, CPUWorker):
     def _row_limits(self) -> RowLimits | None:
         """Of the batch that is being prepared: its rows are in the runner's order."""
         return self.requests.rows(self.model_runner.input_batch.req_ids) if len(self.requests) else None
+
+    def kv_policy_requests(self) -> list[tuple[int, int]]:
+        """Live and evicted tokens of each request in the runner's batch, as of its last step."""
+        batch = self.model_runner.input_batch
+        found = []
+        for request_id, computed in zip(batch.req_ids, batch.num_computed_tokens_cpu.tolist(), strict=False):
+            rule = {"budget_tokens": self.requests.of(request_id).budget_tokens}
+            live = live_tokens(computed, **rule, block_size=self.kv_policy.block_size)
+            found.append((live, computed - live))
+        return found
 
     def take_kv_trace(self) -> list[dict[str, list[Any]]]:
         """What ``trace`` recorded since the last call, one entry per KV cache group (debugging)."""
