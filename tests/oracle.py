@@ -48,6 +48,10 @@ class OracleConfig:
     pool: int = 1
     window_tokens: int | None = None  # only a flush's last queries count (SnapKV, TOVA)
     rank: str = "sum"  # or "mean", "value", "keys", "random", "age"
+    prompt_budget_tokens: int = (
+        0  # counts instead of the budget while fewer than num_prompt_tokens are computed
+    )
+    num_prompt_tokens: int = 0
 
     def __post_init__(self) -> None:
         bs, budget = self.block_size, self.budget_tokens
@@ -67,9 +71,12 @@ class OracleConfig:
 
     def evicted_blocks(self, computed_tokens: int) -> int:
         """Blocks a request has lost, in total, once `computed_tokens` tokens are computed."""
-        if self.budget_tokens is None or computed_tokens < self.budget_tokens:
+        budget = self.budget_tokens
+        if computed_tokens < self.num_prompt_tokens:
+            budget = self.prompt_budget_tokens
+        if budget is None or computed_tokens < budget:
             return 0
-        return (computed_tokens - self.budget_tokens) // self.block_size + 1
+        return (computed_tokens - budget) // self.block_size + 1
 
 
 class OracleMismatch(AssertionError):

@@ -330,12 +330,28 @@ def test_the_smallest_budget_that_a_refusal_names_is_the_smallest(
     assert smallest == block_size or not accepted(smallest - block_size)
 
 
+@pytest.mark.parametrize(
+    ("given", "tokens"), [(None, None), (512, None), (513, 544), (0.5, 4096), (1.0, 8192), ("1.0", 8192)]
+)
+def test_a_budget_of_prompts(given: Any, tokens: int | None) -> None:
+    config, _ = resolve(budget=512, prompt_budget=given, max_model_len=8192, block_size=32)
+    assert config.prompt_budget_tokens == tokens
+    held = -(-min((tokens or 512) + config.max_in_flight_tokens, 8192) // 32) + 1
+    assert config.max_blocks_per_request == held
+
+
+def test_a_budget_of_prompts_under_the_budget() -> None:
+    with pytest.raises(ConfigError, match=r"--kv-prompt-budget=300: 320 tokens are under the budget of 512"):
+        resolve(budget=512, prompt_budget=300, max_model_len=8192, block_size=32)
+
+
 # --- two sources ---------------------------------------------------------------------------------
 
 SETTINGS: dict[str, tuple[Any, Any]] = {
     "name": ("h2o", "random"),
     "preset": ("paper", "best"),
     "budget": (512, 256),
+    "prompt_budget": (1024, 2048),
     "recent": (0.5, 0.25),
     "pin_tokens": (32, 64),
     "granularity": ("token", "block"),

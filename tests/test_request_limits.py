@@ -121,12 +121,12 @@ def test_any_values_give_limits_that_work_or_a_refusal(asked: dict[str, Any]) ->
 
 def test_a_table_knows_those_with_limits_of_their_own() -> None:
     table = RequestTable(POLICY)
-    table.add("plain", None)
-    table.add("same", {"kv_budget": 128})
+    table.add("plain", None, 50)
+    table.add("same", {"kv_budget": 128}, 50)
     assert len(table) == 0
     assert table.rows(["plain", "same"]) is None
-    table.add("small", {"kv_budget": 64})
-    table.add("free", {"kv_policy": "none"})
+    table.add("small", {"kv_budget": 64}, 50)
+    table.add("free", {"kv_policy": "none"}, 50)
     rows = table.rows(["free", "plain", "small"])
     assert rows is not None
     assert rows.budget_tokens.tolist() == [1024, 128, 64]
@@ -136,12 +136,18 @@ def test_a_table_knows_those_with_limits_of_their_own() -> None:
     assert len(table) == 0
 
 
-def planned(totals: list[int], news: list[int], asked: list[dict[str, Any] | None]) -> Any:
-    planner = StepPlanner(POLICY, QueryRing(8, BLOCK), None)
-    table = RequestTable(POLICY)
+def planned(
+    totals: list[int],
+    news: list[int],
+    asked: list[dict[str, Any] | None],
+    policy: KVPolicyConfig = POLICY,
+    prompts: list[int] | None = None,
+) -> Any:
+    planner = StepPlanner(policy, QueryRing(8, BLOCK), None)
+    table = RequestTable(policy)
     names = [str(i) for i in range(len(asked))]
-    for name, extra_args in zip(names, asked, strict=True):
-        table.add(name, extra_args)
+    for name, extra_args, prompt in zip(names, asked, prompts or [50] * len(asked), strict=True):
+        table.add(name, extra_args, prompt)
     blocks = 1 + np.arange(len(totals) * 64, dtype=np.int32).reshape(len(totals), 64)
     starts = np.concatenate([[0], np.cumsum(news)])
     batch = planner.batch(np.array(totals), starts, blocks, table.rows(names))
@@ -166,4 +172,41 @@ def test_rows_of_one_step_follow_their_own_rule() -> None:
 
 def test_rows_behind_the_requests_are_padding() -> None:
     batch, _, _ = planned([400, 400, 0], [100, 1, 0], [{"kv_budget": 64}])
-    assert batch.budget_tokens.tolist() == [64, 128, 128]
+    assert batch.gap_blocks_after.tolist() == [22, 18, 0]
+
+
+def test_a_prompt_may_have_a_larger_budget_until_it_is_read() -> None:
+    policy = replace(POLICY, prompt_budget_tokens=320)
+    # In the prompt, at its last chunk, in its answer; one with its own budget; one that keeps everything.
+    asked = [None, None, None, {"kv_budget": 64}, {"kv_policy": "none"}]
+    batch, plan, _ = planned(
+        [400, 400, 401, 400, 400], [100, 100, 1, 100, 100], asked, policy, [500, 400, 400, 400, 400]
+    )
+    done = (400 - 128) // BLOCK + 1
+    assert batch.gap_blocks.tolist() == [0, 0, done, 0, 0]
+    assert batch.gap_blocks_after.tolist() == [6, done, done, (400 - 64) // BLOCK + 1, 0]
+    assert plan.drops.num_dropped.tolist() == [6 * BLOCK, done * BLOCK, 22 * BLOCK]
+
+
+@given(st.data())
+def test_scheduler_and_rows_agree_and_what_is_gone_stays_gone(data: st.DataObject) -> None:
+    prompt = data.draw(st.integers(1, 500))
+    policy = replace(POLICY, prompt_budget_tokens=data.draw(st.sampled_from([None, 144, 320, 1008])))
+    asked = data.draw(
+        st.sampled_from([None, {"kv_budget": 80}, {"kv_pin_tokens": 64}, {"kv_policy": "none"}])
+    )
+    table = RequestTable(policy)
+    table.add("r", asked, prompt)
+    limits, rows, before, computed = table.of("r"), table.rows(["r"]), 0, 0
+    largest = max(policy.prompt_budget_tokens or 0, limits.budget_tokens)
+    while computed < 700:
+        computed += data.draw(st.integers(1, 130)) if computed < prompt else 1
+        gone = limits.evicted_blocks(computed, BLOCK)
+        assert gone >= before
+        assert computed - gone * BLOCK < largest
+        if rows is not None:
+            budget = rows.budget_at(np.array([computed]))
+            assert (
+                retention.evicted_blocks(np.array([computed]), budget_tokens=budget, block_size=BLOCK) == gone
+            )
+        before = gone

@@ -36,6 +36,8 @@ class KVPolicyConfig:
         name: registry key of the policy (``vllm_h2o.policies``).
         block_size: tokens in a KV cache block.
         budget_tokens: the most live tokens a request keeps after a step, a multiple of ``block_size``.
+        prompt_budget_tokens: the same while a request's prompt is being read, where that may be more; None if
+            not.
         recent_tokens: newest tokens that are never dropped.
         pinned_blocks: leading blocks that are never dropped (and the only ones prefix caching shares).
         granularity: drop single tokens, or whole blocks by the sum of their tokens' ranks.
@@ -61,6 +63,7 @@ class KVPolicyConfig:
     max_model_len: int
     max_in_flight_tokens: int
     score_window_tokens: int | None = None
+    prompt_budget_tokens: int | None = None
     rank_by: RankBy = "sum"
     kernels: KernelChoice = "auto"
     trace: bool = False
@@ -83,7 +86,7 @@ class KVPolicyConfig:
     def max_blocks_per_request(self) -> int:
         """Bound on the blocks one request holds at any time; start-up sizing and admission both use it."""
         return retention.max_blocks_held(
-            budget_tokens=self.budget_tokens,
+            budget_tokens=self.prompt_budget_tokens or self.budget_tokens,
             block_size=self.block_size,
             max_in_flight_tokens=self.max_in_flight_tokens,
             max_model_len=self.max_model_len,

@@ -73,12 +73,13 @@ class DevicePlanner(StepPlanner):
         """As ``StepPlanner.batch``; ``table`` is on the device, and rows behind the requests are padding."""
         new = np.diff(query_start)
         computed = seq_lens - new
-        budget, pinned = self._limits(None, new.size)
-        gap = self._evicted(computed, budget)
+        limits = self._limits(None, new.size)
+        gap, pinned = self._evicted(computed, limits), limits.pinned_blocks
         padded = np.full(new.size, -1)
         padded[: requests.size] = requests
         rows = DeviceTable(table, np.arange(new.size), gap, pinned)
-        return DeviceBatch(computed, new, query_start[:-1], rows, gap, rows, budget, pinned, padded)
+        after, evicts = self._evicted(seq_lens, limits), np.ones(new.size, dtype=np.bool_)
+        return DeviceBatch(computed, new, query_start[:-1], rows, gap, rows, after, pinned, evicts, padded)
 
     def plan(self, batch: Batch) -> StepPlan:
         """The step's plan; its ``started_blocks`` are indices into ``table``, flattened."""

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from vllm_h2o import policies, retention
 from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.policies.base import AttentionPolicy
-from vllm_h2o.request_limits import RowLimits
+from vllm_h2o.request_limits import RequestLimits, RowLimits
 from vllm_h2o.step_plan import (
     NULL_BLOCK,
     Batch,
@@ -47,6 +47,7 @@ class StepPlanner:
         self.total_weights = np.empty(0, dtype=np.float32)
         if self.policy is not None and config.rank_by == "mean":
             self.total_weights = self.policy.total_weights()
+        self._own_limits = RequestLimits.of_policy(config)
         self.ring = ring
         self.trace = trace
 
@@ -68,8 +69,8 @@ class StepPlanner:
         bs = self.config.block_size
         new = np.diff(query_start)
         computed = seq_lens - new
-        budget, pinned = self._limits(limits, new.size)
-        gap = self._evicted(computed, budget)
+        rows = self._limits(limits, new.size)
+        gap, pinned = self._evicted(computed, rows), rows.pinned_blocks
         live_blocks = -(-seq_lens // bs) - gap
         columns = np.arange(max(int(live_blocks.max(initial=0)), 1))
         if gap.any():
@@ -77,23 +78,22 @@ class StepPlanner:
             live_table = np.take_along_axis(table, np.minimum(source, table.shape[1] - 1), axis=1)
         else:
             live_table = table[:, : columns.size]
-        return Batch(computed, new, query_start[:-1], table, gap, live_table, budget, pinned)
+        return Batch(
+            computed, new, query_start[:-1], table, gap, live_table, self._evicted(seq_lens, rows), pinned,
+            rows.budget_tokens < self.config.no_budget_tokens,
+        )  # fmt: skip
 
-    def _limits(self, limits: RowLimits | None, num_rows: int) -> tuple[IntArray, IntArray]:
-        """Budgets in tokens and pinned blocks, ``[num_rows]`` each; rows behind the requests are padding."""
-        budget = np.full(num_rows, self.config.budget_tokens)
-        pinned = np.full(num_rows, self.config.pinned_blocks)
-        if limits is not None:
-            budget[: limits.budget_tokens.size] = limits.budget_tokens
-            pinned[: limits.pinned_blocks.size] = limits.pinned_blocks
-        return budget, pinned
+    def _limits(self, limits: RowLimits | None, num_rows: int) -> RowLimits:
+        """Of all rows; those behind the requests are padding."""
+        given = RowLimits.of([]) if limits is None else limits
+        return given.padded(num_rows, self._own_limits)
 
     def plan(self, batch: Batch) -> StepPlan:
         """Everything that the layers have to do in this step."""
         if not self.config.compacts:
             return StepPlan()
         # What never loses a token has no use for scores.
-        real = self._is_real(batch) & (batch.budget_tokens < self.config.no_budget_tokens)
+        real = self._is_real(batch) & batch.evicts
         if not real.all():
             batch = batch.select(real)
         if not batch.new.size:
@@ -103,7 +103,7 @@ class StepPlanner:
         scores: list[ScoreRows] = []
         if self.policy is not None:
             append_tokens, append_slots, scores = self._score(batch, started)
-        dropped_blocks = self._evicted(batch.total, batch.budget_tokens) - batch.gap_blocks
+        dropped_blocks = batch.gap_blocks_after - batch.gap_blocks
         trace_steps: tuple[int, ...] = ()
         if self.trace is not None:
             first_step = self.trace.add_steps(batch.table[:, 0], batch.computed, batch.new)
@@ -139,9 +139,9 @@ class StepPlanner:
                 scores.append(self._kept(decode_rows.select(full), slots[full], first[full], bs, 1))
         return append_tokens, append_slots, scores
 
-    def _evicted(self, num_tokens: IntArray, budget_tokens: IntArray) -> IntArray:
+    def _evicted(self, num_tokens: IntArray, rows: RowLimits) -> IntArray:
         return retention.evicted_blocks(
-            num_tokens, budget_tokens=budget_tokens, block_size=self.config.block_size
+            num_tokens, budget_tokens=rows.budget_at(num_tokens), block_size=self.config.block_size
         )
 
     def _started_blocks(self, batch: Batch) -> tuple[IntArray, npt.NDArray[np.int32]]:

@@ -1,4 +1,4 @@
-"""Limits of single requests: a smaller budget, more pinned tokens, or no eviction at all.
+"""Limits of single requests: a smaller budget, more pinned tokens, or no eviction at all; and their prompts.
 
 They are written in the request itself (``vllm_xargs`` over HTTP, ``SamplingParams.extra_args`` in Python),
 which the scheduler and every worker receive whole before its first step. Each of them derives the limits
@@ -6,13 +6,14 @@ alone and never changes them, so they agree at every step, as on the one rule (`
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from vllm_h2o import retention
 from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.errors import ConfigError
 from vllm_h2o.parsing import whole_number
@@ -21,17 +22,37 @@ BUDGET, PIN_TOKENS, POLICY, REPORT = "kv_budget", "kv_pin_tokens", "kv_policy", 
 FIELDS = (BUDGET, PIN_TOKENS, POLICY, REPORT)
 NO_POLICY = "none"
 
+IntArray = npt.NDArray[np.int64]
+
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Limits of one request: those of the rule."""
+    """What the rule has to know of one request.
+
+    Attributes:
+        prompt_budget_tokens: the budget that counts for its first ``num_prompt_tokens``.
+    """
 
     budget_tokens: int
     pinned_blocks: int
+    prompt_budget_tokens: int = 0
+    num_prompt_tokens: int = 0
 
     @classmethod
     def of_policy(cls, policy: KVPolicyConfig) -> Self:
         return cls(policy.budget_tokens, policy.pinned_blocks)
+
+    def evicted_blocks(self, num_computed_tokens: int, block_size: int) -> int:
+        """The rule (``vllm_h2o.retention``) for this request."""
+        budget_tokens = retention.budget_at(
+            num_computed_tokens,
+            budget_tokens=self.budget_tokens,
+            prompt_budget_tokens=self.prompt_budget_tokens,
+            num_prompt_tokens=self.num_prompt_tokens,
+        )
+        return retention.evicted_blocks(
+            num_computed_tokens, budget_tokens=budget_tokens, block_size=block_size
+        )
 
     @classmethod
     def of_request(cls, extra_args: Mapping[str, Any] | None, policy: KVPolicyConfig) -> Self:
@@ -102,14 +123,37 @@ def _check_names(extra_args: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class RowLimits:
-    """Limits of a step's rows, ``[num_rows]`` int64 each."""
+    """Limits of a step's rows, ``[num_rows]`` int64 each; as in ``RequestLimits``."""
 
-    budget_tokens: npt.NDArray[np.int64]
-    pinned_blocks: npt.NDArray[np.int64]
+    budget_tokens: IntArray
+    pinned_blocks: IntArray
+    prompt_budget_tokens: IntArray
+    num_prompt_tokens: IntArray
+
+    @classmethod
+    def of(cls, limits: Sequence[RequestLimits]) -> Self:
+        return cls(
+            *np.array([astuple(row) for row in limits], dtype=np.int64).reshape(-1, len(fields(cls))).T
+        )
+
+    def padded(self, num_rows: int, padding: RequestLimits) -> Self:
+        """With rows of ``padding`` behind."""
+        missing = num_rows - self.budget_tokens.size
+        columns = zip((getattr(self, field.name) for field in fields(self)), astuple(padding), strict=True)
+        return type(self)(*(np.pad(column, (0, missing), constant_values=value) for column, value in columns))
+
+    def budget_at(self, num_tokens: IntArray) -> IntArray:
+        """Each row's budget once it has ``num_tokens``."""
+        return retention.budget_at(
+            num_tokens,
+            budget_tokens=self.budget_tokens,
+            prompt_budget_tokens=self.prompt_budget_tokens,
+            num_prompt_tokens=self.num_prompt_tokens,
+        )
 
 
 class RequestTable:
-    """Limits of the requests that a process knows, of those that have some of their own."""
+    """Limits of the requests that a process knows, of those that have others than the policy itself."""
 
     def __init__(self, policy: KVPolicyConfig) -> None:
         self._policy = policy
@@ -119,9 +163,12 @@ class RequestTable:
     def __len__(self) -> int:
         return len(self._limits)
 
-    def add(self, request_id: str, extra_args: Mapping[str, Any] | None) -> None:
+    def add(self, request_id: str, extra_args: Mapping[str, Any] | None, num_prompt_tokens: int) -> None:
         """Note a request; its arguments were checked before it got here."""
         limits = RequestLimits.of_request(extra_args, self._policy)
+        prompt_budget = self._policy.prompt_budget_tokens
+        if prompt_budget is not None and limits.budget_tokens < prompt_budget:
+            limits = replace(limits, prompt_budget_tokens=prompt_budget, num_prompt_tokens=num_prompt_tokens)
         if limits != self._default:
             self._limits[request_id] = limits
 
@@ -138,7 +185,4 @@ class RequestTable:
         if not self._limits:
             return None
         limits = [self.of(request_id) for request_id in request_ids]
-        return RowLimits(
-            np.array([row.budget_tokens for row in limits], dtype=np.int64),
-            np.array([row.pinned_blocks for row in limits], dtype=np.int64),
-        )
+        return RowLimits.of(limits)

@@ -11,6 +11,9 @@ with ``c`` computed tokens and adds ``q``:
 
     live tokens during the step   <= B - 1 + q
     live tokens after the step    in [B - bs, B) once the request has reached B
+
+While a prompt is being read, a larger budget may count (``budget_at``). It only falls, when the prompt is
+complete, so blocks that are gone stay gone.
 """
 
 from typing import TypeVar
@@ -35,6 +38,20 @@ def evicted_blocks(
     if isinstance(blocks, np.ndarray):
         return np.maximum(blocks, 0)
     return max(blocks, 0)
+
+
+def budget_at(
+    num_computed_tokens: IntOrArray,
+    *,
+    budget_tokens: IntOrArray | int,
+    prompt_budget_tokens: IntOrArray | int,
+    num_prompt_tokens: IntOrArray | int,
+) -> IntOrArray:
+    """The budget that counts for a request with ``num_computed_tokens``: the prompt's until it is read."""
+    reading = num_computed_tokens < num_prompt_tokens
+    if isinstance(reading, np.ndarray):
+        return np.where(reading, prompt_budget_tokens, budget_tokens)
+    return prompt_budget_tokens if reading else budget_tokens
 
 
 def live_tokens(num_computed_tokens: IntOrArray, *, budget_tokens: int, block_size: int) -> IntOrArray:

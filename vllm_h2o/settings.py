@@ -30,6 +30,7 @@ class KVPolicySettings:
     name: str | None = None
     preset: str | None = None
     budget: int | float | str | None = None
+    prompt_budget: int | float | str | None = None
     recent: int | float | str | None = None
     pin_tokens: int | None = None
     granularity: str | None = None
@@ -153,6 +154,7 @@ class KVPolicySettings:
             score_half_life_tokens=self._half_life(),
             score_pool=self._pool(rounded),
             score_window_tokens=self._window(block_size),
+            prompt_budget_tokens=self._prompt_budget(rounded, max_model_len, block_size),
             rank_by=_one_of("--kv-score-rank", self.score_rank, policy.ranks),
             max_model_len=max_model_len,
             max_in_flight_tokens=max_in_flight_tokens,
@@ -212,6 +214,19 @@ class KVPolicySettings:
         return num_tokens(
             "--kv-recent", 0.5 if self.recent is None else self.recent, budget_tokens, minimum=0
         )
+
+    def _prompt_budget(self, budget_tokens: int, max_model_len: int, block_size: int) -> int | None:
+        if self.prompt_budget is None:
+            return None
+        given = num_tokens("--kv-prompt-budget", self.prompt_budget, max_model_len)
+        rounded = -(-given // block_size) * block_size
+        if rounded < budget_tokens:
+            raise ConfigError(
+                "--kv-prompt-budget", self.prompt_budget,
+                f"{rounded} tokens are under the budget of {budget_tokens}",
+                f"Give at least {budget_tokens}, or leave it out to have that",
+            )  # fmt: skip
+        return rounded if rounded > budget_tokens else None
 
     def _trace(self) -> bool:
         if self.trace not in (None, True, False):

@@ -118,7 +118,9 @@ class Batch:
         gap_blocks: blocks that are gone already.
         live_table: ``[num_rows, live_width]`` int32, the table with the gap left out. Entries past a row's
             live blocks are stale ids that nobody may read.
-        budget_tokens, pinned_blocks: the limits of each row's request.
+        gap_blocks_after: blocks that are gone at the step's end.
+        pinned_blocks: in front of the gap.
+        evicts: bool; whether the row's request can lose tokens at all.
     """
 
     computed: IntArray
@@ -127,8 +129,9 @@ class Batch:
     table: Any
     gap_blocks: IntArray
     live_table: Any
-    budget_tokens: IntArray
+    gap_blocks_after: IntArray
     pinned_blocks: IntArray
+    evicts: npt.NDArray[np.bool_]
 
     @property
     def total(self) -> IntArray:

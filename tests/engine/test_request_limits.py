@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,36 @@ def test_each_request_keeps_what_the_oracle_keeps(
         configs.append(oracle_config({**policy, **own}))
     with engine(policy={**policy, "trace": True}, enable_prefix_caching=False) as llm:
         assert_engine_agrees(llm, oracle, configs, prompts, NEW_TOKENS, extra_args=ASKED)
+
+
+@pytest.mark.parametrize("prompt_budget", [448, 1.0])
+def test_a_prompt_is_cut_once_it_is_read(prompt_budget: float, oracle: Oracle, text_ids: list[int]) -> None:
+    """In chunks of 256 tokens: under its budget nothing goes until then, over it what is over."""
+    policy = {"budget": 256, "recent": 40, "score_half_life": 32.0, "score_pool": 15}
+    prompts = [text_ids[150 * i : 150 * i + length] for i, length in enumerate([200, 430, 700, 1000])]
+    asked: list[dict[str, Any] | None] = [None, {"kv_budget": 128}, None, {"kv_pin_tokens": 64}]
+    configs = []
+    for prompt, own in zip(prompts, asked, strict=True):
+        limits = {
+            "budget": (own or {}).get("kv_budget", 256),
+            "pin_tokens": (own or {}).get("kv_pin_tokens", 32),
+        }
+        config = oracle_config({**policy, **limits})
+        tokens = 2048 if prompt_budget == 1.0 else int(prompt_budget)
+        configs.append(replace(config, prompt_budget_tokens=tokens, num_prompt_tokens=len(prompt)))
+    settings = {**policy, "prompt_budget": prompt_budget, "trace": True}
+    with engine(policy=settings, enable_prefix_caching=False) as llm:
+        assert_engine_agrees(llm, oracle, configs, prompts, NEW_TOKENS, extra_args=asked)
+
+
+def test_prompts_that_fit_no_longer_depend_on_where_chunks_end(text_ids: list[int]) -> None:
+    """Cut once, a prompt has the same answer whatever else is served with it."""
+    policy = {"budget": 256, "recent": 40, "score_half_life": 32.0, "score_pool": 15, "prompt_budget": 1.0}
+    prompts = [text_ids[100 * i : 100 * i + length] for i, length in enumerate([700, 613, 540, 455, 377])]
+    with engine(policy=policy, enable_prefix_caching=False) as llm:
+        together = complete(llm, prompts, greedy(40))
+        alone = [complete(llm, [prompt], greedy(40))[0] for prompt in prompts]
+    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
 
 
 @pytest.mark.parametrize("order", ["sliding-first", "full-first"])

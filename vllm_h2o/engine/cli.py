@@ -24,6 +24,8 @@ _HELP = {
     "algorithm exactly as published. Other flags still count.",
     "budget": "Most tokens whose KV a request keeps after a step: a count (512), or a fraction of "
     "--max-model-len (0.2, the default). Rounded up to whole blocks.",
+    "prompt_budget": "The same while a prompt is being read in chunks; at its end it is cut to the budget "
+    "(default: the budget). A count, or a fraction of --max-model-len.",
     "recent": "Newest tokens that are never dropped: a count, or a fraction of the budget (default of h2o "
     "0.1, of snapkv 32, of random 0.5, else 0).",
     "pin_tokens": "First tokens that are never dropped, and the only ones that prefix caching shares; "

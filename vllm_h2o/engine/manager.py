@@ -7,7 +7,6 @@ safe: at worst a block is freed a step later than it could be.
 
 from typing import Any
 
-from vllm_h2o import retention
 from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.engine.compat import (
     BlockPool,
@@ -55,11 +54,7 @@ class H2OManager(FullAttentionManager):
     ) -> None:
         """Free blocks ``[s, s + evicted_blocks(processed_computed_tokens))`` of the request."""
         limits = self.requests.of(request_id)
-        evicted = retention.evicted_blocks(
-            processed_computed_tokens,
-            budget_tokens=limits.budget_tokens,
-            block_size=self.policy.block_size,
-        )
+        evicted = limits.evicted_blocks(processed_computed_tokens, self.policy.block_size)
         first = limits.pinned_blocks
         self._remove_blocks_in_range(request_id, first, first + evicted)
         self.usage.update(request_id, processed_computed_tokens, evicted * self.policy.block_size)

@@ -82,8 +82,14 @@ def refuse_small_memory(vllm_config: VllmConfig, policy: KVPolicyConfig, needed:
 def _room_for_one(policy: KVPolicyConfig) -> str:
     return (
         f"one request needs up to {policy.max_blocks_per_request} blocks of {policy.block_size} tokens "
-        f"while its prompt is computed (--kv-budget {policy.budget_tokens} and --max-num-batched-tokens)"
+        f"while its prompt is computed ({_budget_flag(policy)} and --max-num-batched-tokens)"
     )
+
+
+def _budget_flag(policy: KVPolicyConfig) -> str:
+    if policy.prompt_budget_tokens is not None:
+        return f"--kv-prompt-budget {policy.prompt_budget_tokens}"
+    return f"--kv-budget {policy.budget_tokens}"
 
 
 def _platform(vllm_config: VllmConfig, settings: KVPolicySettings) -> Iterator[Refusal]:

@@ -9,7 +9,6 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_h2o import retention
 from vllm_h2o.config import CONFIG_KEY, KVPolicyConfig
 from vllm_h2o.engine.manager import H2OManager
 from vllm_h2o.engine.seams import SCHEDULER_SEAMS, check_seams
@@ -38,7 +37,7 @@ class ServesPolicy(_Scheduler):
     def add_request(self, request: Any) -> None:
         """As vLLM's; its limits hold from its first step to its end, through preemptions."""
         for manager in self._managers:
-            manager.requests.add(request.request_id, _extra_args(request))
+            manager.requests.add(request.request_id, _extra_args(request), request.num_prompt_tokens)
         super().add_request(request)
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -51,10 +50,13 @@ class ServesPolicy(_Scheduler):
 
     def _report_of(self, request: Any) -> dict[str, int]:
         limits = RequestLimits.of_request(_extra_args(request), self.policy)
-        rule = {"budget_tokens": limits.budget_tokens, "block_size": self.policy.block_size}
         computed = request.num_tokens - 1  # the last one is an answer only
-        live = retention.live_tokens(computed, **rule)
-        return {"evicted_tokens": computed - live, "live_tokens": live, "budget_tokens": limits.budget_tokens}
+        evicted = limits.evicted_blocks(computed, self.policy.block_size) * self.policy.block_size
+        return {
+            "evicted_tokens": evicted,
+            "live_tokens": computed - evicted,
+            "budget_tokens": limits.budget_tokens,
+        }
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """As vLLM's."""

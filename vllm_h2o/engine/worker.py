@@ -11,7 +11,6 @@ from vllm_h2o.engine.compat import ModelRunnerOutput
 from vllm_h2o.engine.policy_worker import PolicyWorker
 from vllm_h2o.engine.seams import WORKER_SEAMS
 from vllm_h2o.request_limits import RequestTable, RowLimits
-from vllm_h2o.retention import live_tokens
 from vllm_h2o.usage import SECONDS_ATTRIBUTE
 
 
@@ -39,7 +38,9 @@ class H2OCPUWorker(PolicyWorker, CPUWorker):
         self.requests.forget(scheduler_output.finished_req_ids)
         for request in scheduler_output.scheduled_new_reqs:
             params = request.sampling_params
-            self.requests.add(request.req_id, None if params is None else params.extra_args)
+            extra_args = None if params is None else params.extra_args
+            ids, embeds = request.prompt_token_ids, request.prompt_embeds
+            self.requests.add(request.req_id, extra_args, len(embeds if ids is None else ids))
         return self._with_seconds(super().execute_model(scheduler_output, *args, **kwargs))
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
@@ -63,9 +64,9 @@ class H2OCPUWorker(PolicyWorker, CPUWorker):
         batch = self.model_runner.input_batch
         found = []
         for request_id, computed in zip(batch.req_ids, batch.num_computed_tokens_cpu.tolist(), strict=False):
-            rule = {"budget_tokens": self.requests.of(request_id).budget_tokens}
-            live = live_tokens(computed, **rule, block_size=self.kv_policy.block_size)
-            found.append((live, computed - live))
+            block_size = self.kv_policy.block_size
+            evicted = self.requests.of(request_id).evicted_blocks(computed, block_size) * block_size
+            found.append((computed - evicted, evicted))
         return found
 
     def take_kv_trace(self) -> list[dict[str, list[Any]]]:

@@ -41,6 +41,10 @@ def gpu_refusals(vllm_config: VllmConfig, settings: KVPolicySettings) -> Iterato
             f"--block-size {block_size}",
             f"Use {min(MAX_BLOCK_SIZE, 1 << (block_size - 1).bit_length())}, or leave it out.",
         )
+    if settings.prompt_budget is not None:
+        yield Refusal(
+            "a budget of prompts on GPUs", f"--kv-prompt-budget {settings.prompt_budget}", "Drop it."
+        )
     if settings.trace:
         yield Refusal("traces on GPUs", "kv_policy.trace True", "Leave it out.")
     if parallel.use_ubatching:
