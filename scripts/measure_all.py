@@ -26,7 +26,10 @@ PARTS: dict[str, tuple[tuple[str, ...], ...]] = {
     # From the load tests and the kernels, so after both.
     "cost-model": (("cost_model.py",),),
     "peers": tuple(("peers/run_peers.py", "--workload", name) for name in ("w1", "w2", "w3", "w4")),
-    "quality": (("eval_quality.py", "--plan", "configs/quality/defaults.yaml"), ("eval_quality.py",)),
+    "quality": tuple(
+        ("eval_quality.py", "--plan", f"configs/quality/{name}.yaml")
+        for name in ("full", "needles", "chunked", "defaults")
+    ),
 }
 
 

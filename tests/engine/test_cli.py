@@ -31,6 +31,7 @@ FLAGS = [
     "--kv-policy",
     "--kv-preset",
     "--kv-budget",
+    "--kv-prompt-budget",
     "--kv-recent",
     "--kv-pin-tokens",
     "--kv-granularity",
@@ -43,6 +44,7 @@ SETTINGS: dict[str, Any] = {
     "name": "h2o",
     "preset": "paper",
     "budget": 512,
+    "prompt_budget": 0.5,
     "recent": 0.25,
     "pin_tokens": 64,
     "granularity": "block",
@@ -50,6 +52,7 @@ SETTINGS: dict[str, Any] = {
     "score_pool": 3,
     "score_rank": "mean",
 }
+CONFIGS = Path(__file__).parents[2] / "configs"
 LIMITS = ["--max-model-len", "2048", "--max-num-batched-tokens", "256"]
 
 
@@ -217,8 +220,26 @@ def test_every_way_in_gives_the_same_policy(way: Any, tmp_path: Path) -> None:
         rank_by="mean",
         max_model_len=2048,
         max_in_flight_tokens=256,
+        prompt_budget_tokens=1024,
     )
     assert config.parallel_config.worker_cls == WORKER
+
+
+def test_other_processes_find_the_policy_in_the_arguments() -> None:
+    """Several API servers: each reads the parsed arguments again, and loads plugins only while it does."""
+    args = parse(*LIMITS, "--kv-policy", "h2o", "--kv-budget", "512")
+    AsyncEngineArgs.from_cli_args(args)
+    assert args.additional_config["kv_policy"] == {"name": "h2o", "budget": "512"}
+    again = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    assert policy_of(again).budget_tokens == 512
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("serve-*.yaml")), ids=lambda path: path.stem)
+def test_the_configurations_for_serving_work(path: Path) -> None:
+    policy = policy_of(engine_config("--config", str(path), "--max-model-len", "8192"))
+    written = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert policy.budget_tokens == written["kv-budget"]
+    assert policy.evicts
 
 
 def test_a_flag_overrides_the_file(tmp_path: Path) -> None:
