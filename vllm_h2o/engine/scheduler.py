@@ -76,7 +76,7 @@ class ServesPolicy(_Scheduler):
         evicted_tokens = usage.evicted_tokens - reported.evicted_tokens
         requests_evicted = usage.requests_evicted - reported.requests_evicted
         reported.evicted_tokens, reported.requests_evicted = usage.evicted_tokens, usage.requests_evicted
-        scoring, compaction = self._seconds
+        (scoring, compaction), self._seconds = self._seconds, (0.0, 0.0)
         return UsageReport(
             evicted_blocks=evicted_tokens // self._managers[0].block_size * len(self._managers),
             evicted_tokens=evicted_tokens,
