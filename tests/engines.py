@@ -22,6 +22,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine runs 
 
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.platforms.cpu import CpuPlatform
 
 MODEL = os.environ.get("VLLM_H2O_MODEL", str(Path(__file__).parents[1] / "models" / "SmolLM2-135M-Instruct"))
 
@@ -56,6 +57,25 @@ def engine(model: str = MODEL, policy: dict[str, Any] | None = None, **options: 
         del llm
         gc.collect()
         cleanup_dist_env_and_memory()
+
+
+@contextmanager
+def scheduling(*, is_async: bool) -> Iterator[None]:
+    """Engines that start inside schedule a step while the last one runs, or don't.
+
+    vLLM switches that off on CPU, where it saves nothing. Scheduler and runner support it all the same.
+    """
+    original = CpuPlatform.check_and_update_config
+
+    def keep(cls: type, vllm_config: Any) -> None:
+        original.__func__(cls, vllm_config)  # type: ignore[attr-defined]
+        vllm_config.scheduler_config.async_scheduling = is_async
+
+    CpuPlatform.check_and_update_config = classmethod(keep)
+    try:
+        yield
+    finally:
+        CpuPlatform.check_and_update_config = original
 
 
 @dataclass(frozen=True)

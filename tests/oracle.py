@@ -440,11 +440,11 @@ class Oracle:
         seq, end = _Sequence(config, follow, follow_rtol), 0
         for size in step_sizes:
             end += size
-            if size > 1:
+            evicts = config.evicted_blocks(end) > config.evicted_blocks(end - size)
+            if size > 1 or (evicts and end % config.block_size):
                 seq.flush_ends += [end - size, end]
             elif end % config.block_size == 0:
                 seq.flush_ends.append(end)
-            evicts = config.evicted_blocks(end) > config.evicted_blocks(end - size)
             if evicts or not merge_steps or end == len(token_ids):
                 self._step(seq, token_ids[seq.computed_tokens : end])
         if follow is not None and len(follow) != len(seq.kept):

@@ -15,7 +15,7 @@ from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.errors import ConfigError
 from vllm_h2o.planner import StepPlanner
 from vllm_h2o.query_ring import QueryRing
-from vllm_h2o.request_limits import RequestLimits, RequestTable
+from vllm_h2o.request_limits import RequestLimits, RequestTable, ranges
 
 BLOCK = 16
 POLICY = KVPolicyConfig(
@@ -100,7 +100,7 @@ VALUES = st.one_of(
     st.booleans(),
     st.integers(),
     st.floats(),
-    st.text(max_size=5),
+    st.text("abc019.-e ", max_size=5),
     st.lists(st.integers(), max_size=2),
 )
 
@@ -117,6 +117,23 @@ def test_any_values_give_limits_that_work_or_a_refusal(asked: dict[str, Any]) ->
     assert POLICY.pinned_blocks <= limits.pinned_blocks
     assert limits.budget_tokens >= limits.pinned_blocks * BLOCK + POLICY.recent_tokens + BLOCK
     assert limits.budget_tokens <= POLICY.budget_tokens or limits.budget_tokens > POLICY.max_model_len
+
+
+def test_both_ends_of_the_ranges_are_accepted_and_nothing_beyond() -> None:
+    for field, (least, most) in ranges(POLICY).items():
+        for value in (least, most):
+            RequestLimits.of_request({field: value}, POLICY)
+        for value in (least - BLOCK, most + 1):
+            with pytest.raises(ConfigError):
+                RequestLimits.of_request({field: value}, POLICY)
+
+
+def test_arguments_that_nobody_checked_give_the_policys_limits() -> None:
+    table = RequestTable(POLICY)
+    wrong = table.add("odd", {"kv_budget": 1}, 50)
+    assert wrong is not None
+    assert "can't hold" in str(wrong)
+    assert table.of("odd") == RequestLimits.of_policy(POLICY)
 
 
 def test_a_table_knows_those_with_limits_of_their_own() -> None:
@@ -164,7 +181,8 @@ def test_rows_of_one_step_follow_their_own_rule() -> None:
         live = -(-400 // BLOCK) - gone[row]
         expected = np.delete(blocks[row], np.s_[pinned : pinned + gone[row]])[:live]
         assert batch.live_table[row, :live].tolist() == expected.tolist()
-    # The last one is neither scored nor cut.
+    # The last one is neither scored nor cut, but its blocks begin: the pinned ones may be shared.
+    assert set(blocks[3, -(-300 // BLOCK) : 25]) <= set(plan.started_blocks)
     assert plan.drops.num_dropped.tolist() == [7 * BLOCK] * 3
     assert plan.drops.pinned_tokens.tolist() == [16, 16, 48]
     assert [rows.num_live.size for rows in plan.scores] == [3]

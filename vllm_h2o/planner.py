@@ -92,13 +92,15 @@ class StepPlanner:
         """Everything that the layers have to do in this step."""
         if not self.config.compacts:
             return StepPlan()
-        # What never loses a token has no use for scores.
-        real = self._is_real(batch) & batch.evicts
+        real = self._is_real(batch)
         if not real.all():
             batch = batch.select(real)
         if not batch.new.size:
             return StepPlan()
+        # Of requests that lose nothing as well: their pinned blocks may be shared with others.
         started, positions = self._started_blocks(batch)
+        if not batch.evicts.all():
+            batch = batch.select(batch.evicts)
         append_tokens = append_slots = nothing()
         scores: list[ScoreRows] = []
         if self.policy is not None:
@@ -123,7 +125,9 @@ class StepPlanner:
         """Which queries of the batch are kept where in the ring, and which rows are scored."""
         bs = self.config.block_size
         self.ring.start_step(started)
-        is_chunk = batch.new > 1
+        # A last token of a prompt may come alone, and what is cut behind it has to have its score first.
+        cuts = batch.gap_blocks_after > batch.gap_blocks
+        is_chunk = (batch.new > 1) | (cuts & (batch.computed % bs != bs - 1))
         scores: list[ScoreRows] = []
         if is_chunk.any():
             chunk_rows = batch.select(is_chunk)

@@ -109,6 +109,14 @@ class RequestLimits:
         return cls(policy.no_budget_tokens, policy.pinned_blocks)
 
 
+def ranges(policy: KVPolicyConfig) -> dict[str, tuple[int, int]]:
+    """The least and the most that one limit may be, in tokens, where the other is the server's."""
+    block_size = policy.block_size
+    least = -(-(policy.pinned_tokens + policy.recent_tokens + block_size) // block_size) * block_size
+    most_pinned = (policy.budget_tokens - policy.recent_tokens - block_size) // block_size * block_size
+    return {BUDGET: (least, policy.budget_tokens), PIN_TOKENS: (policy.pinned_tokens, most_pinned)}
+
+
 def _check_names(extra_args: Mapping[str, Any]) -> None:
     """Others may have arguments of their own; one that nearly is ours would be ignored without a word."""
     for name, value in extra_args.items():
@@ -163,14 +171,26 @@ class RequestTable:
     def __len__(self) -> int:
         return len(self._limits)
 
-    def add(self, request_id: str, extra_args: Mapping[str, Any] | None, num_prompt_tokens: int) -> None:
-        """Note a request; its arguments were checked before it got here."""
-        limits = RequestLimits.of_request(extra_args, self._policy)
+    def add(
+        self, request_id: str, extra_args: Mapping[str, Any] | None, num_prompt_tokens: int
+    ) -> ConfigError | None:
+        """Note a request.
+
+        Returns:
+            What is wrong with its arguments, which the front end has checked unless somebody went around it:
+            it then has the policy's own limits, in every process.
+        """
+        wrong = None
+        try:
+            limits = RequestLimits.of_request(extra_args, self._policy)
+        except ConfigError as error:
+            limits, wrong = self._default, error
         prompt_budget = self._policy.prompt_budget_tokens
         if prompt_budget is not None and limits.budget_tokens < prompt_budget:
             limits = replace(limits, prompt_budget_tokens=prompt_budget, num_prompt_tokens=num_prompt_tokens)
         if limits != self._default:
             self._limits[request_id] = limits
+        return wrong
 
     def forget(self, request_ids: Iterable[str]) -> None:
         if self._limits:

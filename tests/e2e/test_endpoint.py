@@ -16,7 +16,7 @@ from tests.e2e.servers import MODEL_NAME, Server
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 KEY = "a-key-for-this-test"
-BUDGET, PINNED, RECENT, BLOCK = 256, 32, 25, 32
+BUDGET, BLOCKS, BLOCK = 256, 60, 32
 SECRET_TOKENS = list(range(1000, 1400))
 
 
@@ -25,7 +25,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     options = {
         "--kv-policy": "h2o",
         "--kv-budget": BUDGET,
-        "--num-gpu-blocks-override": 100,
+        "--num-gpu-blocks-override": BLOCKS,
         "--max-model-len": 2048,
         "--max-num-batched-tokens": 512,
         "--api-server-count": 2,
@@ -49,8 +49,8 @@ def get(server: Server, path: str, key: str | None = KEY, body: Any = None) -> A
     return text if "html" in answer.headers["Content-Type"] else json.loads(text)
 
 
-def ask(server: Server, **xargs: Any) -> Any:
-    body = {"model": MODEL_NAME, "prompt": SECRET_TOKENS, "max_tokens": 60, "ignore_eos": True}
+def ask(server: Server, max_tokens: int = 60, **xargs: Any) -> Any:
+    body = {"model": MODEL_NAME, "prompt": SECRET_TOKENS, "max_tokens": max_tokens, "ignore_eos": True}
     answer = get(server, "/v1/completions", body={**body, "vllm_xargs": {"kv_report": 1, **xargs}})
     return answer["kv_transfer_params"]["kv_policy"]
 
@@ -81,8 +81,8 @@ def test_what_is_in_force(pair: Server) -> None:
     assert about["policy"]["budget_tokens"] == BUDGET
     assert about["request_limits"] == {
         "fields": ["kv_budget", "kv_pin_tokens", "kv_policy", "kv_report"],
-        "kv_budget_tokens": [PINNED + RECENT + BLOCK, BUDGET],
-        "kv_pin_tokens": [PINNED, BUDGET - RECENT - BLOCK],
+        "kv_budget": [96, BUDGET],
+        "kv_pin_tokens": [32, 192],
     }
     assert set(about["versions"]) == {"vllm-h2o", "vllm", "torch"}
 
@@ -93,6 +93,14 @@ def test_data_is_behind_the_key(pair: Server, path: str, key: str | None) -> Non
     with pytest.raises(urllib.error.HTTPError) as error:
         get(pair, path, key)
     assert error.value.code == 401
+
+
+def test_what_fits_one_engine_counts(pair: Server) -> None:
+    """Not what all of them hold together: a request lives in one."""
+    with pytest.raises(urllib.error.HTTPError) as error:
+        ask(pair, kv_policy="none", max_tokens=(BLOCKS - 1) * BLOCK - len(SECRET_TOKENS) + 1)
+    assert error.value.code == 400
+    assert f"the KV cache holds {(BLOCKS - 1) * BLOCK}" in json.load(error.value)["error"]["message"]
 
 
 def test_the_page_holds_no_data(pair: Server) -> None:

@@ -1,38 +1,29 @@
-"""Asynchronous scheduling plans a step before the last one is settled; evictions must not notice.
-
-vLLM switches it off on CPU, because it saves nothing there. The scheduler and the runner support it all the
-same, so the test switches it back on.
-"""
+"""Asynchronous scheduling plans a step before the last one is settled; evictions must not notice."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from tests.engines import engine
+from tests.engines import engine, scheduling
 from tests.stepping import Stepper
 from tests.tiny_models import random_prompt, save
 
 
-def test_on_and_off_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_and_off_agree(tmp_path: Path) -> None:
     """16 streams that evict at different steps, in chunks and in decode."""
     model = str(save("llama-gqa", tmp_path))
-    original = CpuPlatform.check_and_update_config.__func__
     outputs: dict[bool, dict[str, list[int]]] = {}
     for is_async in (False, True):
-
-        def keep_async(cls: type, vllm_config, is_async: bool = is_async) -> None:  # type: ignore[no-untyped-def]
-            original(cls, vllm_config)
-            vllm_config.scheduler_config.async_scheduling = is_async
-
-        monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(keep_async))
-        with engine(model, policy={"budget": 128}, skip_tokenizer_init=True, max_num_seqs=16) as llm:
+        with (
+            scheduling(is_async=is_async),
+            engine(model, policy={"budget": 128}, skip_tokenizer_init=True, max_num_seqs=16) as llm,
+        ):
             stepper = Stepper(llm)
             free = stepper.free_blocks
             most_in_flight = 0
-            assert type(stepper.scheduler).__name__ == ("AsyncScheduler" if is_async else "Scheduler")
+            assert isinstance(stepper.scheduler, AsyncScheduler) == is_async
 
             def watch(stepper: Stepper = stepper) -> None:
                 nonlocal most_in_flight

@@ -24,7 +24,7 @@ def of_policy() -> dict[str, float]:
     for metric in REGISTRY.collect():
         for sample in metric.samples:
             if sample.name.startswith("vllm:kv_policy_") and "le" not in sample.labels:
-                assert sample.labels["engine"] == "0"
+                assert sample.labels.get("engine", "0") == "0"
                 found[sample.name.removeprefix("vllm:kv_policy_")] = sample.value
     return found
 
@@ -65,6 +65,7 @@ def test_figures_of_requests(text_ids: list[int]) -> None:
             *("requests_over_budget", "live_tokens", "logical_tokens", "score_memory_bytes"),
             *("scoring_seconds_count", "scoring_seconds_sum", "compaction_seconds_count"),
         }
+        assert start["refused_requests_total"] == 0
         assert all(start[name] == 0 for name in start if name not in ("info",) and "created" not in name)
         prompts = [text_ids[:prompt] for prompt, _ in LENGTHS]
         complete(llm, prompts, [greedy(answer) for _, answer in LENGTHS])

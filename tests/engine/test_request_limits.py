@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm import LLM
 from vllm.exceptions import VLLMValidationError
 
 from tests.agreement import assert_engine_agrees, oracle_config
-from tests.engines import MODEL, Completion, complete, engine, greedy
+from tests.engines import MODEL, Completion, complete, engine, greedy, scheduling, take_traces
+from tests.integrity import check_integrity
 from tests.oracle import Oracle
+from tests.stepping import Stepper
 from tests.tiny_models import random_prompt, save
 
 pytestmark = pytest.mark.e2e
@@ -44,7 +47,7 @@ def test_each_request_keeps_what_the_oracle_keeps(
     settings: dict[str, Any], oracle: Oracle, text_ids: list[int]
 ) -> None:
     policy = {**SERVER, **settings}
-    prompts = [text_ids[150 * i : 150 * i + length] for i, length in enumerate([300, 460, 600, 333])]
+    prompts = [text_ids[150 * i : 150 * i + length] for i, length in enumerate([300, 460, 400, 333])]
     configs = []
     for asked in ASKED:
         own = {
@@ -60,8 +63,10 @@ def test_each_request_keeps_what_the_oracle_keeps(
 def test_a_prompt_is_cut_once_it_is_read(prompt_budget: float, oracle: Oracle, text_ids: list[int]) -> None:
     """In chunks of 256 tokens: under its budget nothing goes until then, over it what is over."""
     policy = {"budget": 256, "recent": 40, "score_half_life": 32.0, "score_pool": 15}
-    prompts = [text_ids[150 * i : 150 * i + length] for i, length in enumerate([200, 430, 700, 1000])]
-    asked: list[dict[str, Any] | None] = [None, {"kv_budget": 128}, None, {"kv_pin_tokens": 64}]
+    # The last chunk of the last one, when it is alone, is one token.
+    lengths = [430, 700, 513]
+    prompts = [text_ids[150 * i : 150 * i + length] for i, length in enumerate(lengths)]
+    asked: list[dict[str, Any] | None] = [{"kv_budget": 128}, {"kv_pin_tokens": 64}, None]
     configs = []
     for prompt, own in zip(prompts, asked, strict=True):
         limits = {
@@ -74,16 +79,44 @@ def test_a_prompt_is_cut_once_it_is_read(prompt_budget: float, oracle: Oracle, t
     settings = {**policy, "prompt_budget": prompt_budget, "trace": True}
     with engine(policy=settings, enable_prefix_caching=False) as llm:
         assert_engine_agrees(llm, oracle, configs, prompts, NEW_TOKENS, extra_args=asked)
+        assert_engine_agrees(llm, oracle, configs[2:], prompts[2:], 4)
 
 
 def test_prompts_that_fit_no_longer_depend_on_where_chunks_end(text_ids: list[int]) -> None:
     """Cut once, a prompt has the same answer whatever else is served with it."""
     policy = {"budget": 256, "recent": 40, "score_half_life": 32.0, "score_pool": 15, "prompt_budget": 1.0}
-    prompts = [text_ids[100 * i : 100 * i + length] for i, length in enumerate([700, 613, 540, 455, 377])]
+    prompts = [text_ids[100 * i : 100 * i + length] for i, length in enumerate([700, 540, 377])]
     with engine(policy=policy, enable_prefix_caching=False) as llm:
         together = complete(llm, prompts, greedy(40))
         alone = [complete(llm, [prompt], greedy(40))[0] for prompt in prompts]
     assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_a_prefix_computed_without_the_policy_serves_those_under_it(
+    kernels: str, oracle: Oracle, text_ids: list[int]
+) -> None:
+    """Its pinned block is shared, and has to be as if computed under the policy."""
+    policy = {**SERVER, "score_half_life": 32.0, "score_pool": 15}
+    prompt = text_ids[:520]
+    with engine(policy={**policy, "trace": True, "kernels": kernels}) as llm:
+        # Blocks that were others' before, so that they have positions of others.
+        complete(llm, [text_ids[600:1500]], greedy(300))
+        complete(llm, [prompt], greedy(2, extra_args={"kv_policy": "none"}))
+        before = llm.llm_engine.engine_core.engine_core.scheduler
+        assert before.kv_cache_manager.block_pool.cached_block_hash_to_block
+        take_traces(llm)
+        (completion,) = complete(llm, [prompt], greedy(NEW_TOKENS))
+        ((trace,),) = llm.collective_rpc("take_kv_trace")
+    kept = [positions for _, _, heads, _ in trace["kept"] for positions in heads]
+    assert kept
+    assert all(set(range(32)) <= set(positions) for positions in kept), "pinned tokens are kept"
+    # The hit is the first step of the oracle's, which computes it.
+    steps = [new for _, computed, new in trace["steps"]]
+    assert sum(steps) == len(completion.fed_ids) - 32
+    result = oracle.run(completion.fed_ids, [32, *steps], oracle_config(policy))
+    logprobs = torch.log_softmax(result.logits[len(prompt) - 1 :], dim=-1)
+    assert logprobs.argmax(dim=-1).tolist() == completion.token_ids
 
 
 @pytest.mark.parametrize("order", ["sliding-first", "full-first"])
@@ -117,20 +150,42 @@ def plain(text_ids: list[int]) -> Completion:
 @pytest.fixture(scope="module")
 def small_pool(plain: Completion) -> Iterator[LLM]:
     """40 blocks for requests, 1,280 tokens, while a sequence may have 2,048."""
-    with engine(policy=SERVER, num_gpu_blocks_override=41, async_scheduling=True) as llm:
+    with scheduling(is_async=True), engine(policy=SERVER, num_gpu_blocks_override=41) as llm:
         yield llm
 
 
 def test_a_request_without_the_policy_answers_as_plain_vllm(
     small_pool: LLM, plain: Completion, text_ids: list[int]
 ) -> None:
-    prompts = [text_ids[:600], text_ids[100:900], text_ids[50:450]]
-    params = [greedy(60), greedy(60, extra_args={"kv_policy": "none"}), greedy(60)]
-    # They don't fit together, so some are computed again, which must not change their limits.
+    prompts = [text_ids[:200], text_ids[100:900], text_ids[50:250], text_ids[70:320]]
+    params = [greedy(60, extra_args={"kv_policy": "none"} if i == 1 else None) for i in range(4)]
     served = complete(small_pool, prompts, params)
-    assert [len(c.token_ids) for c in served] == [60, 60, 60]
+    assert [len(c.token_ids) for c in served] == [60] * 4
     assert served[1].token_ids == plain.token_ids
     assert served[1].logprobs == pytest.approx(plain.logprobs, abs=1e-4)
+
+
+def test_limits_survive_preemption(small_pool: LLM, text_ids: list[int]) -> None:
+    """Five requests that keep everything grow until some have to be computed again; the answers stay."""
+    free = {"kv_policy": "none"}
+    prompts = [text_ids[80 * i : 80 * i + 190] for i in range(5)]
+    alone = [complete(small_pool, [p], greedy(120, extra_args=free))[0].token_ids for p in prompts]
+    stepper, preempted = Stepper(small_pool), []
+    preempt = stepper.scheduler._preempt_request
+
+    def note(request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(request.request_id)
+        return preempt(request, *args, **kwargs)
+
+    stepper.scheduler._preempt_request = note
+    try:
+        for i, prompt in enumerate(prompts):
+            stepper.add(f"free{i}", prompt, greedy(120, extra_args=free))
+        tokens = stepper.run(lambda: check_integrity(stepper))
+    finally:
+        del stepper.scheduler._preempt_request
+    assert preempted, "nobody had to give way"
+    assert [tokens[f"free{i}"] for i in range(5)] == alone
 
 
 @pytest.mark.parametrize(
@@ -154,6 +209,29 @@ def test_what_cannot_be_is_refused_before_the_engine(
         complete(small_pool, [text_ids[:prompt_tokens]], greedy(max_tokens, extra_args=extra_args))
     assert not small_pool.llm_engine.has_unfinished_requests()
     assert complete(small_pool, [text_ids[:40]], greedy(3))[0].token_ids
+
+
+def test_a_session_has_no_limits_of_its_own(small_pool: LLM) -> None:
+    processor = small_pool.llm_engine.input_processor
+    prompt = {"prompt_token_ids": [5, 6, 7]}
+    tasks = small_pool.llm_engine.get_supported_tasks()
+    with pytest.raises(VLLMValidationError, match="it can't have limits of its own"):
+        processor.process_inputs("s", prompt, greedy(4, extra_args={"kv_budget": 128}), tasks, resumable=True)
+    assert processor.process_inputs("s", prompt, greedy(4), tasks, resumable=True).resumable
+
+
+def test_who_goes_around_the_checks_gets_the_policy(small_pool: LLM, text_ids: list[int]) -> None:
+    """A wrong argument that the front end never saw must not end the engine."""
+    core = small_pool.llm_engine
+    request = core.input_processor.process_inputs(
+        "odd", {"prompt_token_ids": text_ids[:300]}, greedy(4), core.get_supported_tasks()
+    )
+    request.sampling_params.extra_args = {"kv_budget": 1, "kv_report": 1}
+    core.add_request("odd", request, request.sampling_params)
+    while core.has_unfinished_requests():
+        (output,) = core.step() or (None,)
+    assert output is not None
+    assert output.kv_transfer_params["kv_policy"]["budget_tokens"] == 256
 
 
 def test_the_longest_that_fits_is_served(small_pool: LLM, text_ids: list[int]) -> None:

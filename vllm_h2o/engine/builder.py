@@ -51,7 +51,8 @@ class StepWork:
         began = time.perf_counter()
         self.prepared.update_scores(layer, query)
         scored = time.perf_counter()
-        self.seconds.scoring += scored - began
+        if self.plan.scores:  # else queries were kept, no more
+            self.seconds.scoring += scored - began
         if self.plan.drops is not None:
             self.prepared.drop_tokens(layer)
             self.seconds.compaction += time.perf_counter() - scored

@@ -20,11 +20,11 @@ from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddlew
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from vllm_h2o.config import KVPolicyConfig
-from vllm_h2o.engine.compat import VllmConfig
+from vllm_h2o.engine.compat import VllmConfig, current_platform
 from vllm_h2o.engine.metrics import PREFIX
 from vllm_h2o.engine.refusals import refuse_engine
 from vllm_h2o.errors import RefusedError
-from vllm_h2o.request_limits import FIELDS
+from vllm_h2o.request_limits import FIELDS, ranges
 from vllm_h2o.settings import KVPolicySettings
 
 STATS_SECONDS = 0.5
@@ -81,25 +81,16 @@ class KVPolicyEndpoint:
         if policy is None:
             return {**found, "refusals": _refusals(vllm_config)}
         settings = {name: value for name, value in policy.to_dict().items() if value is not None}
-        limits = {
-            "fields": list(FIELDS),
-            "kv_budget_tokens": [
-                policy.pinned_tokens + policy.recent_tokens + policy.block_size,
-                policy.budget_tokens,
-            ],
-            "kv_pin_tokens": [
-                policy.pinned_tokens,
-                policy.budget_tokens - policy.recent_tokens - policy.block_size,
-            ],
-        }
+        allowed = policy.evicts and not current_platform.is_cuda()
+        limits = {"fields": list(FIELDS), **(ranges(policy) if allowed else {})}
         return {**found, "evicts": policy.evicts, "policy": settings, "request_limits": limits}
 
     async def stats(self) -> dict[str, Any]:
         """Counters and gauges, summed over engines, and how much of each running request is held."""
         async with self._asking:
             if time.monotonic() - self._stats_at >= STATS_SECONDS:
-                self._stats = {**_sums(), "requests": await self._requests(), "time": time.time()}
                 self._stats_at = time.monotonic()
+                self._stats = {**_sums(), "requests": await self._requests(), "time": time.time()}
         return self._stats
 
     async def view(self) -> HTMLResponse:
@@ -107,14 +98,12 @@ class KVPolicyEndpoint:
         return HTMLResponse(files("vllm_h2o.engine").joinpath("view.html").read_text(encoding="utf-8"))
 
     async def _requests(self) -> list[dict[str, int]]:
-        """Of the first rank of each engine: all ranks hold the same numbers of tokens."""
+        """Of the first engine, and its first rank: all ranks hold the same numbers of tokens."""
         policy = KVPolicyConfig.from_additional_config(self._client.vllm_config.additional_config)
         if policy is None:
             return []
         ranks = await self._client.collective_rpc("kv_policy_requests")
-        per_engine = self._client.vllm_config.parallel_config.world_size
-        rows = [row for rank in ranks[::per_engine] for row in rank]
-        return [{"live_tokens": live, "evicted_tokens": evicted} for live, evicted in rows]
+        return [{"live_tokens": live, "evicted_tokens": evicted} for live, evicted in ranks[0]]
 
 
 def _sums() -> dict[str, float]:

@@ -76,6 +76,10 @@ class PolicyWorker(_Worker):
         refuse_small_memory(self.vllm_config, self.kv_policy, needed, left)
         return left
 
+    def kv_policy_requests(self) -> list[tuple[int, int]]:
+        """Live and evicted tokens of each request in the runner's batch; empty where it isn't known."""
+        return []
+
     def _refuse_memory(self, rings: int, scratch: int, available: int) -> NoReturn:
         max_num_seqs = self.vllm_config.scheduler_config.max_num_seqs
         # With half of the memory, so that the other half is left for the cache itself.

@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
+from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_h2o.config import KVPolicyConfig
@@ -56,8 +57,13 @@ def _wrap_process_inputs(original: Any) -> Any:
         if policy is not None and params is not None and params.extra_args:
             limits = _limits(params.extra_args, policy)
             if limits.budget_tokens == policy.no_budget_tokens and policy.evicts:
-                longest = len(request.prompt_token_ids or ()) + params.max_tokens
+                prompt = length_from_prompt_token_ids_or_embeds(
+                    request.prompt_token_ids, request.prompt_embeds
+                )
+                longest = min(prompt + params.max_tokens, policy.max_model_len)
                 _check_pool(longest, policy, self.vllm_config)
+        if policy is not None and request.resumable:
+            _check_session(params, policy)
         return request
 
     setattr(process_inputs, _MARK, True)
@@ -79,6 +85,18 @@ def _limits(extra_args: dict[str, Any], policy: KVPolicyConfig) -> RequestLimits
     return limits
 
 
+def _check_session(params: Any, policy: KVPolicyConfig) -> None:
+    """A session's prompt grows, and the rule can't follow: blocks that are gone would have to come back."""
+    own = params is not None and _limits(params.extra_args or {}, policy) != RequestLimits.of_policy(policy)
+    if own or policy.prompt_budget_tokens is not None:
+        raise _refused(
+            ConfigError(
+                "streaming input", "a session", "it can't have limits of its own, nor a budget for prompts",
+                "Leave them out, and serve without --kv-prompt-budget",
+            )
+        )  # fmt: skip
+
+
 def _check_pool(num_tokens: int, policy: KVPolicyConfig, vllm_config: VllmConfig) -> None:
     """A request that keeps everything has to fit alone: vLLM would compute a larger one again and again."""
     layer_types = getattr(vllm_config.model_config.hf_text_config, "layer_types", None) or ()
@@ -90,8 +108,12 @@ def _check_pool(num_tokens: int, policy: KVPolicyConfig, vllm_config: VllmConfig
                 "Leave the policy on",
             )
         )  # fmt: skip
-    block_size = policy.block_size
-    pool_tokens = (vllm_config.cache_config.num_gpu_blocks - 1) * block_size  # one is for padding
+    parallel = vllm_config.parallel_config
+    engines = (
+        parallel.data_parallel_size_local if parallel.local_engines_only else parallel.data_parallel_size
+    )
+    # What the front end knows is the sum over its engines; one block of each is for padding.
+    pool_tokens = (vllm_config.cache_config.num_gpu_blocks // engines - 1) * policy.block_size
     if num_tokens > pool_tokens:
         raise _refused(
             ConfigError(

@@ -10,11 +10,14 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_h2o.config import CONFIG_KEY, KVPolicyConfig
+from vllm_h2o.engine.compat import init_logger
 from vllm_h2o.engine.manager import H2OManager
 from vllm_h2o.engine.seams import SCHEDULER_SEAMS, check_seams
 from vllm_h2o.engine.spec import H2OSpec
 from vllm_h2o.request_limits import REPORT, RequestLimits
 from vllm_h2o.usage import SECONDS_ATTRIBUTE, CacheUsage, UsageReport
+
+logger = init_logger("vllm.h2o.scheduler")
 
 _Scheduler: Any = object
 """Stands for one of vLLM's two schedulers, which comes behind ``ServesPolicy`` among the bases."""
@@ -36,9 +39,12 @@ class ServesPolicy(_Scheduler):
 
     def add_request(self, request: Any) -> None:
         """As vLLM's; its limits hold from its first step to its end, through preemptions."""
-        for manager in self._managers:
-            manager.requests.add(request.request_id, _extra_args(request), request.num_prompt_tokens)
+        is_new = request.request_id not in self.requests  # else more input of a session
         super().add_request(request)
+        for manager in self._managers if is_new else ():
+            wrong = manager.requests.add(request.request_id, _extra_args(request), request.num_prompt_tokens)
+            if wrong is not None:
+                logger.warning("A request came unchecked and gets the limits of the policy: %s", wrong)
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         kv_params, ec_params = super()._free_request(request, *args, **kwargs)
@@ -49,7 +55,9 @@ class ServesPolicy(_Scheduler):
         return kv_params, ec_params
 
     def _report_of(self, request: Any) -> dict[str, int]:
-        limits = RequestLimits.of_request(_extra_args(request), self.policy)
+        limits = RequestLimits.of_policy(self.policy)
+        if self._managers:
+            limits = self._managers[0].requests.of(request.request_id)
         computed = request.num_tokens - 1  # the last one is an answer only
         evicted = limits.evicted_blocks(computed, self.policy.block_size) * self.policy.block_size
         return {
