@@ -223,7 +223,7 @@ def compaction(
     num_dropped: Sequence[int],
     block_size: int,
     *,
-    pinned_tokens: int,
+    pinned_tokens: int | Sequence[int],
     recent_tokens: int,
     score_pool: int = 1,
     by_block: bool = False,
@@ -232,18 +232,19 @@ def compaction(
 ) -> Compaction:
     """As `decode_flush`, for rows that each drop some blocks' worth of tokens."""
     blocks = padded_blocks(rows)
+    pins = [pinned_tokens] * len(rows) if isinstance(pinned_tokens, int) else pinned_tokens
     live, eligible, freed = torch.zeros(3, len(rows), 1, blocks.shape[1] * block_size, dtype=torch.bool)
-    for r, (row, dropped) in enumerate(zip(rows, num_dropped, strict=True)):
+    for r, (row, dropped, pinned) in enumerate(zip(rows, num_dropped, pins, strict=True)):
         live[r, 0, : row.num_live] = True
-        eligible[r, 0, pinned_tokens : row.num_live - recent_tokens] = True
-        freed[r, 0, pinned_tokens : pinned_tokens + dropped] = True
+        eligible[r, 0, pinned : row.num_live - recent_tokens] = True
+        freed[r, 0, pinned : pinned + dropped] = True
     return Compaction(
         blocks=blocks,
         live=live,
         eligible=eligible,
         freed=freed,
         num_dropped_tokens=torch.tensor(list(num_dropped)),
-        pinned=torch.arange(live.shape[2]).expand_as(live) < pinned_tokens,
+        pinned=torch.arange(live.shape[2]).expand_as(live) < torch.tensor(pins)[:, None, None],
         score_pool=score_pool,
         by_block=by_block,
         rule=RankRule(

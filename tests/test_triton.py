@@ -129,7 +129,7 @@ def test_many_tiles_and_little_scratch_memory_triton(
     plain, rows = filled(seed=3)
     pages = plain.copy()
     limits = {
-        "pinned_tokens": 16,
+        "pinned_tokens": PINNED,
         "recent_tokens": 16,
         "score_pool": pool,
         "by_block": granularity == "block",
