@@ -85,8 +85,9 @@ class StepPlanner:
 
     def _limits(self, limits: RowLimits | None, num_rows: int) -> RowLimits:
         """Of all rows; those behind the requests are padding."""
-        given = RowLimits.of([]) if limits is None else limits
-        return given.padded(num_rows, self._own_limits)
+        if limits is None:
+            return RowLimits.alike(num_rows, self._own_limits)
+        return limits.padded(num_rows, self._own_limits)
 
     def plan(self, batch: Batch) -> StepPlan:
         """Everything that the layers have to do in this step."""

@@ -6,9 +6,9 @@ alone and never changes them, so they agree at every step, as on the one rule (`
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +25,7 @@ NO_POLICY = "none"
 IntArray = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class RequestLimits:
+class RequestLimits(NamedTuple):
     """What the rule has to know of one request.
 
     Attributes:
@@ -140,15 +139,18 @@ class RowLimits:
 
     @classmethod
     def of(cls, limits: Sequence[RequestLimits]) -> Self:
-        return cls(
-            *np.array([astuple(row) for row in limits], dtype=np.int64).reshape(-1, len(fields(cls))).T
-        )
+        return cls(*np.array(limits, dtype=np.int64).reshape(-1, len(fields(cls))).T)
 
     def padded(self, num_rows: int, padding: RequestLimits) -> Self:
         """With rows of ``padding`` behind."""
+        columns = zip((getattr(self, field.name) for field in fields(self)), padding, strict=True)
         missing = num_rows - self.budget_tokens.size
-        columns = zip((getattr(self, field.name) for field in fields(self)), astuple(padding), strict=True)
-        return type(self)(*(np.pad(column, (0, missing), constant_values=value) for column, value in columns))
+        return type(self)(*(np.append(column, np.full(missing, value)) for column, value in columns))
+
+    @classmethod
+    def alike(cls, num_rows: int, limits: RequestLimits) -> Self:
+        """The same for every row."""
+        return cls(*(np.full(num_rows, value) for value in limits))
 
     def budget_at(self, num_tokens: IntArray) -> IntArray:
         """Each row's budget once it has ``num_tokens``."""
@@ -187,7 +189,7 @@ class RequestTable:
             limits, wrong = self._default, error
         prompt_budget = self._policy.prompt_budget_tokens
         if prompt_budget is not None and limits.budget_tokens < prompt_budget:
-            limits = replace(limits, prompt_budget_tokens=prompt_budget, num_prompt_tokens=num_prompt_tokens)
+            limits = limits._replace(prompt_budget_tokens=prompt_budget, num_prompt_tokens=num_prompt_tokens)
         if limits != self._default:
             self._limits[request_id] = limits
         return wrong

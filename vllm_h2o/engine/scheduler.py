@@ -3,6 +3,7 @@
 It schedules nothing by itself; what is freed is the manager's business (``vllm_h2o.engine.manager``).
 """
 
+from functools import cached_property
 from typing import Any
 
 # Not in compat: only the engine's own process needs them.
@@ -92,11 +93,12 @@ class ServesPolicy(_Scheduler):
             requests_over_budget=usage.requests_over_budget,
             live_tokens=usage.live_tokens,
             logical_tokens=usage.logical_tokens,
-            score_memory_bytes=self._score_memory_bytes(),
+            score_memory_bytes=self._score_memory_bytes,
             scoring_us=round(scoring * 1e6),
             compaction_us=round(compaction * 1e6),
         )
 
+    @cached_property
     def _score_memory_bytes(self) -> int:
         groups = self.kv_cache_config.kv_cache_groups
         per_block = sum(
