@@ -6,10 +6,11 @@ python -m tests.soak --minutes 60        # in the environment of the tests
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def soak(model: Path, seed: int, seconds: float, variant: dict[str, Any]) -> Cou
     """Serve random requests for a while, and then all that is left.
 
     Returns:
-        What happened how often.
+        What happened how often; resident memory in MiB after a third of the time and at the end.
 
     Raises:
         AssertionError: something doesn't agree (``tests.integrity``), or a request got lost.
@@ -62,34 +63,57 @@ def soak(model: Path, seed: int, seconds: float, variant: dict[str, Any]) -> Cou
             return preempt(*args, **kwargs)
 
         stepper.scheduler._preempt_request = count_preemption
-        ends = time.monotonic() + seconds
-        while time.monotonic() < ends or stepper.engine.has_unfinished_requests():
-            waiting = len(stepper.scheduler.waiting) + len(stepper.scheduler.running)
-            if time.monotonic() < ends and waiting < 30 and draw.random() < 0.3:
+        prompts: dict[str, list[int]] = {}
+        said: deque[list[int]] = deque(maxlen=40)  # texts that a request may begin with
+        begins, resident_mib = time.monotonic(), []
+        while time.monotonic() < begins + seconds or stepper.engine.has_unfinished_requests():
+            has_time = time.monotonic() < begins + seconds
+            if has_time and len(prompts) < 30 and draw.random() < 0.3:
                 name = str(counts["requests"])
-                stepper.add(name, *_request(draw, counts))
+                prompts[name], params = _request(draw, counts, said)
+                stepper.add(name, prompts[name], params)
                 counts["requests"] += 1
-            if draw.random() < _ABORTS and (open_ := sorted(set(stepper.tokens) - stepper.finished)):
-                stepper.abort(draw.choice(open_))
+            if prompts and draw.random() < _ABORTS:
+                stepper.abort(draw.choice(sorted(prompts)))
                 counts["aborted"] += 1
             stepper.step()
             counts["steps"] += 1
             check_integrity(stepper, counts["steps"])
+            for name in sorted(stepper.finished):
+                counts["ended"] += 1
+                counts["tokens from the prefix cache"] += stepper.cached_tokens.get(name, 0)
+                said.append(prompts.pop(name) + stepper.tokens[name])
+                stepper.forget(name)
+            if not resident_mib and time.monotonic() > begins + seconds / 3:
+                resident_mib.append(_resident_mib())
         stepper.step()  # the worker hears of what ended last
-        assert stepper.finished == set(stepper.tokens), "a request was lost"
+        assert counts["ended"] == counts["requests"], "a request was lost"
+        assert not prompts
         counts["evicted tokens"] = stepper.manager.usage.evicted_tokens
         stepper.llm.reset_prefix_cache()
         stepper.assert_idle(free)
         assert not stepper.manager.usage._requests
         assert not stepper.manager.requests
+        assert not stepper.manager._whole
+        counts["MiB at a third"], counts["MiB at the end"] = *resident_mib, _resident_mib()
     return counts
 
 
-def _request(draw: random.Random, counts: Counter[str]) -> tuple[list[int], SamplingParams]:
-    """A prompt that may begin as others do, and what may be asked for it."""
+def _resident_mib() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") >> 20
+
+
+def _request(
+    draw: random.Random, counts: Counter[str], said: deque[list[int]]
+) -> tuple[list[int], SamplingParams]:
+    """A prompt that may begin as others do, or go on from an earlier answer, and what may be asked for it."""
     start = random.Random(draw.randrange(_SYSTEM_PROMPTS))
     shared = [start.randrange(3, VOCAB_SIZE) for _ in range(96)] if draw.random() < 0.5 else []
     length = draw.choice([draw.randint(1, 60), draw.randint(60, 300), draw.randint(300, 1100)])
+    if said and draw.random() < 0.4:
+        text = draw.choice(said)
+        shared = text[: draw.choice([len(text), draw.randint(1, len(text))])][: MAX_MODEL_LEN - 1700]
     prompt = shared + [draw.randrange(3, VOCAB_SIZE) for _ in range(length)]
     max_tokens = draw.choice([1, draw.randint(2, 40), draw.randint(40, 500)])
     asked = draw.choice(
@@ -122,9 +146,11 @@ def main() -> None:
         seed = options.seed
         while (left := ends - time.monotonic()) > 0:
             variant = VARIANTS[seed % len(VARIANTS)]
-            total += soak(model, seed, min(left, 300), variant)
-            print(f"{variant}: {dict(total)}", flush=True)
+            counts = soak(model, seed, min(left, 15 * options.minutes), variant)
+            print(f"{variant}: {dict(counts)}", flush=True)
+            total += counts
             seed += 1
+    print(f"in all: {dict(total)}", flush=True)
 
 
 if __name__ == "__main__":

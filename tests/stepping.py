@@ -37,6 +37,12 @@ class Stepper:
         self.engine.abort_request([request_id])
         self.finished.add(request_id)
 
+    def forget(self, request_id: str) -> None:
+        """Drop what is known of a request that has ended."""
+        self.finished.remove(request_id)
+        del self.tokens[request_id]
+        self.cached_tokens.pop(request_id, None)
+
     def blocks_of(self, request_id: str) -> list[Any]:
         """The request's block table in the scheduler; lost blocks are null blocks."""
         return self.manager.req_to_blocks[self._internal(request_id)]

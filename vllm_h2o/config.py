@@ -39,7 +39,7 @@ class KVPolicyConfig:
         prompt_budget_tokens: the same while a request's prompt is being read, where that may be more; None if
             not.
         recent_tokens: newest tokens that are never dropped.
-        pinned_blocks: leading blocks that are never dropped (and the only ones prefix caching shares).
+        pinned_blocks: leading blocks that are never dropped; requests share them through the prefix cache.
         granularity: drop single tokens, or whole blocks by the sum of their tokens' ranks.
         score_half_life_tokens: age at which an attention probability counts half; None = plain sum.
         score_pool: a token ranks by the maximum over this odd number of neighbours; 1 = off.

@@ -9,7 +9,7 @@ Everything behind this module sees, for every backend,
 
 as strided views of the memory that vLLM allocated: writing through them writes the cache. Scores and
 positions lie in the padding at the end of each block (``page_size_padded``), so vLLM's own accounting
-counts them and a copy of a block copies them too.
+counts them. vLLM's copies of blocks leave them out (``copy_side``).
 """
 
 from dataclasses import dataclass
@@ -82,6 +82,20 @@ class PagedLayer:
         self.scores[block_ids] = 0
         if self.positions is not None:
             self.positions[block_ids] = positions[:, None]
+
+    def copy_side(self, sources: torch.Tensor, copies: torch.Tensor, *, scores: bool) -> None:
+        """Do for scores and positions what vLLM is about to do for keys and values of copied blocks.
+
+        Args:
+            sources, copies: ``[n]`` int64 block ids.
+            scores: copy the scores; otherwise both begin without any, whatever vLLM copies along.
+        """
+        if self.positions is not None:
+            self.positions[copies] = self.positions[sources]
+        if scores:
+            self.scores[copies] = self.scores[sources]
+        else:
+            self.scores[sources] = self.scores[copies] = 0
 
 
 def _side_views(kv_cache: torch.Tensor, *, positions: bool) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -24,3 +24,4 @@ def test_nothing_gets_lost(model: Path, seed: int, variant: dict[str, Any]) -> N
     assert counts["requests"] > 20
     assert counts["preempted"] > 0, "the pool was too large to say anything"
     assert counts["evicted tokens"] > 1000
+    assert counts["tokens from the prefix cache"] > 1000

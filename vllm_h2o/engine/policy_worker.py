@@ -106,8 +106,7 @@ class PolicyWorker(_Worker):
         logger.info(
             "KV policy %s: budget %d tokens (%d while a prompt is read) of max_model_len %d, pinned %d "
             "(%d blocks), block size %d, granularity %s, %s; %d evicting layers, scores take %d bytes "
-            "per block inside the KV cache, kept queries %.1f MiB beside it; %s kernels; prefix caching "
-            "shares only the pinned tokens, because all others change when tokens are dropped",
+            "per block inside the KV cache, kept queries %.1f MiB beside it; %s kernels",
             policy.name, policy.budget_tokens, policy.prompt_budget_tokens or policy.budget_tokens,
             policy.max_model_len, policy.pinned_tokens, policy.pinned_blocks, policy.block_size,
             policy.granularity, policy.describe_ranks(), len(evicting_layers),

@@ -1,6 +1,6 @@
 """vLLM's scheduler, which tells the managers the limits of single requests and reports what the policy did.
 
-It schedules nothing by itself; what is freed is the manager's business (``vllm_h2o.engine.manager``).
+It schedules nothing by itself; what is freed or reused is up to the manager (``vllm_h2o.engine.manager``).
 """
 
 from functools import cached_property
@@ -11,10 +11,11 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_h2o.config import CONFIG_KEY, KVPolicyConfig
-from vllm_h2o.engine.compat import init_logger
+from vllm_h2o.engine.compat import current_platform, init_logger
 from vllm_h2o.engine.manager import H2OManager
 from vllm_h2o.engine.seams import SCHEDULER_SEAMS, check_seams
 from vllm_h2o.engine.spec import H2OSpec
+from vllm_h2o.prompt_reuse import PromptReuse
 from vllm_h2o.request_limits import REPORT, RequestLimits
 from vllm_h2o.usage import SECONDS_ATTRIBUTE, CacheUsage, UsageReport
 
@@ -37,6 +38,25 @@ class ServesPolicy(_Scheduler):
         self._managers = [manager for manager in managers if isinstance(manager, H2OManager)]
         self._reported = CacheUsage()
         self._seconds = (0.0, 0.0)
+        # Where other groups have their own idea of a hit, only pinned blocks are shared; on GPUs, too, where
+        # tokens move at the beginning of the next step, when vLLM has made its copies.
+        reuse = PromptReuse(policy)
+        is_simple = len(managers) == len(self._managers) == 1 and current_platform.is_cpu()
+        if is_simple and reuse.is_on:
+            self._managers[0].reuse = reuse
+            self._find_hit = self.kv_cache_manager.get_computed_blocks
+            self.kv_cache_manager.get_computed_blocks = self._usable_hit
+
+    def _usable_hit(self, request: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """In place of ``KVCacheManager.get_computed_blocks``: its hit, cut to what the request starts with."""
+        hit, num_tokens, *rest = self._find_hit(request, *args, **kwargs)
+        cache, (manager,) = self.kv_cache_manager, self._managers
+        free = cache.block_pool.get_num_free_blocks() - cache.watermark_blocks
+        (blocks,) = hit.blocks
+        usable = manager.usable_hit_blocks(request, len(blocks), free)
+        if usable < len(blocks):
+            hit, num_tokens = cache.create_kv_cache_blocks((blocks[:usable],)), usable * manager.block_size
+        return hit, num_tokens, *rest
 
     def add_request(self, request: Any) -> None:
         """As vLLM's; its limits hold from its first step to its end, through preemptions."""

@@ -151,9 +151,19 @@ SEAMS: tuple[Seam, ...] = (
         "caches pinned blocks only",
     ),
     Seam(
-        "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager.find_longest_cache_hit",
-        ("block_hashes", "max_length", "kv_cache_group_ids", "block_pool", "kv_cache_spec"),
-        "hits end at the pinned blocks",
+        "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager.get_num_blocks_to_allocate",
+        ("request_id", "num_tokens", "new_computed_blocks"),
+        "room for copies",
+    ),
+    Seam(
+        "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager.add_local_computed_blocks",
+        ("request_id",),
+        "copies what is reused",
+    ),
+    Seam(
+        "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager._apply_cow",
+        ("request_id", "block_idx", "source_block", "cow_block"),
+        "copies what is reused",
     ),
     Seam(
         "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager.pop_blocks_for_free",
@@ -194,6 +204,9 @@ SCHEDULER_SEAMS: tuple[Seam, ...] = (
     Seam("vllm.v1.core.sched.scheduler:Scheduler._free_request", ("request",), "limits of requests"),
     Seam("vllm.v1.core.sched.async_scheduler:AsyncScheduler", (), "the other base"),
     Seam("vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator", (), "has the managers"),
+    Seam("vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks", ("request",), "cuts hits"),
+    Seam("vllm.v1.core.kv_cache_manager:KVCacheManager.create_kv_cache_blocks", ("blocks",), "cuts hits"),
+    Seam("vllm.v1.request:Request.__init__", ("sampling_params",), "has prompt and answer lengths"),
 )
 
 # Checked by ``vllm_h2o.engine.worker`` only: importing vLLM's CPU worker replaces functions of torch for the
@@ -207,8 +220,8 @@ WORKER_SEAMS: tuple[Seam, ...] = (
     Seam("vllm.v1.worker.cpu_worker:CPUWorker.initialize_from_config", ("kv_cache_config",), "has builders"),
     Seam(
         "vllm.v1.core.sched.output:SchedulerOutput",
-        ("scheduled_new_reqs", "finished_req_ids"),
-        "limits of requests",
+        ("scheduled_new_reqs", "finished_req_ids", "kv_cache_block_copies"),
+        "limits of requests, copies of blocks",
     ),
     Seam("vllm.v1.core.sched.output:NewRequestData", ("req_id", "sampling_params"), "limits of requests"),
     Seam("vllm.v1.worker.gpu_input_batch:InputBatch.req_ids", (), "limits of requests"),

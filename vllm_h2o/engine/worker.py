@@ -2,14 +2,18 @@
 
 from typing import Any
 
+import torch
+
 # Not in compat: importing vLLM's worker starts its CPU runtime, which only a worker process may do.
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_h2o import query_ring
 from vllm_h2o.engine.builder import H2OCPUMetadataBuilder, WorkSeconds
-from vllm_h2o.engine.compat import ModelRunnerOutput
+from vllm_h2o.engine.compat import Attention, ModelRunnerOutput, get_layers_from_vllm_config
 from vllm_h2o.engine.policy_worker import PolicyWorker
 from vllm_h2o.engine.seams import WORKER_SEAMS
+from vllm_h2o.engine.spec import H2OSpec
+from vllm_h2o.layout import PagedLayer
 from vllm_h2o.request_limits import RequestTable, RowLimits
 from vllm_h2o.usage import SECONDS_ATTRIBUTE
 
@@ -30,6 +34,7 @@ class H2OCPUWorker(PolicyWorker, CPUWorker):
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """As vLLM's; then the builders exist, which have to know the requests behind their rows."""
         super().initialize_from_config(kv_cache_config)
+        self._views = self._layer_views()
         for builder in self._builders():
             builder.row_limits = self._row_limits
 
@@ -41,6 +46,10 @@ class H2OCPUWorker(PolicyWorker, CPUWorker):
             extra_args = None if params is None else params.extra_args
             ids, embeds = request.prompt_token_ids, request.prompt_embeds
             self.requests.add(request.req_id, extra_args, len(embeds if ids is None else ids))
+        if copies := scheduler_output.kv_cache_block_copies:
+            sources, copied = torch.tensor(copies).unbind(1)
+            for views in self._views:
+                views.copy_side(sources, copied, scores=not self.kv_policy.scores_attention)
         return self._with_seconds(super().execute_model(scheduler_output, *args, **kwargs))
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
@@ -73,6 +82,15 @@ class H2OCPUWorker(PolicyWorker, CPUWorker):
         """What ``trace`` recorded since the last call, one entry per KV cache group (debugging)."""
         traces = [builder.planner.trace for builder in self._builders() if builder.planner is not None]
         return [trace.take() for trace in traces if trace is not None]
+
+    def _layer_views(self) -> list[PagedLayer]:
+        """Of the evicting layers whose blocks have something beside keys and values."""
+        if not self.kv_policy.compacts:
+            return []
+        evicting = [name for name, spec in self.get_kv_cache_spec().items() if isinstance(spec, H2OSpec)]
+        layers = get_layers_from_vllm_config(self.vllm_config, Attention, evicting)
+        tracked = self.kv_policy.tracks_positions
+        return [PagedLayer.from_cpu_cache(layer.kv_cache, positions=tracked) for layer in layers.values()]
 
     def _builders(self) -> list[H2OCPUMetadataBuilder]:
         """Of the groups that evict."""
