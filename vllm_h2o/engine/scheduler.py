@@ -48,7 +48,7 @@ class ServesPolicy(_Scheduler):
             self.kv_cache_manager.get_computed_blocks = self._usable_hit
 
     def _usable_hit(self, request: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """In place of ``KVCacheManager.get_computed_blocks``: its hit, cut to what the request starts with."""
+        """In place of ``KVCacheManager.get_computed_blocks``: cut to what the request starts with."""
         hit, num_tokens, *rest = self._find_hit(request, *args, **kwargs)
         cache, (manager,) = self.kv_cache_manager, self._managers
         free = cache.block_pool.get_num_free_blocks() - cache.watermark_blocks
