@@ -62,8 +62,9 @@ def table(workload: Workload, found: dict[str, Any]) -> str:
     lines = [
         f"**{workload.name}**: {workload.description}",
         "",
-        "| load | server | output tok/s | TTFT ms | TPOT ms | ITL p99 ms | running | preemptions | KV use |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| load | server | output tok/s | TTFT ms | TPOT ms | ITL p99 ms | running | preemptions | KV use "
+        "| prompt tokens computed |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for load in workload.loads:
         for variant, loads in found["medians"].items():
@@ -71,7 +72,9 @@ def table(workload: Workload, found: dict[str, Any]) -> str:
             lines.append(
                 f"| {load} | {variant} | {m[THROUGHPUT]:.1f} | {m['median_ttft_ms']:.0f} "
                 f"| {m['median_tpot_ms']:.1f} | {m['p99_itl_ms']:.0f} | {m['peak_running']:.0f} "
-                f"| {m['preemptions']:.0f} | {m['peak_kv_usage']:.0%} |"
+                f"| {m['preemptions']:.0f} | {m['peak_kv_usage']:.0%} "
+                # Not counted by earlier runs.
+                f"| {_tokens(m.get('computed_prompt_tokens'))} |"
             )
     lines.append("")
     for load, comparisons in found["ratios"].items():
@@ -84,6 +87,10 @@ def table(workload: Workload, found: dict[str, Any]) -> str:
             )
             lines.append(f"- {load}, {name}: output tok/s **{figures[THROUGHPUT]:.2f}** ({per_round}){extra}")
     return "\n".join(lines) + "\n"
+
+
+def _tokens(count: float | None) -> str:
+    return "-" if count is None else f"{count:,.0f}"
 
 
 def plot(workload: Workload, found: dict[str, Any], path: Path) -> None:

@@ -16,7 +16,10 @@ from load_workload import Flags, Workload, arguments
 from server_process import HOST, Server, ServerError, free_port
 from setup_steps import OFFLINE_ENVIRONMENT, VENV
 
-RUNNING, PREEMPTIONS = "vllm:num_requests_running", "vllm:num_preemptions_total"
+RUNNING = "vllm:num_requests_running"
+PREEMPTIONS, PROMPT_TOKENS = "vllm:num_preemptions_total", "vllm:prompt_tokens_total"
+CACHED_TOKENS = "vllm:prefix_cache_hits_total"
+COUNTERS = (PREEMPTIONS, PROMPT_TOKENS, CACHED_TOKENS)
 
 _START_SECONDS = 300.0
 _SAMPLING_SECONDS = 0.5  # seldom enough not to slow the server down
@@ -34,7 +37,8 @@ def run_variant(workload: Workload, variant: str, model: Path, log_path: Path) -
 
     Returns:
         Per load the figures of `vllm bench serve` (seconds and milliseconds as in their names), and
-        ``peak_running``, ``peak_kv_usage`` and ``preemptions`` from the server's metrics.
+        ``peak_running``, ``peak_kv_usage``, ``preemptions`` and ``computed_prompt_tokens`` (all but those
+        that the prefix cache had) from the server's metrics.
 
     Raises:
         ServerError: the server doesn't come up, or a load fails; the message quotes the log.
@@ -51,7 +55,7 @@ def run_variant(workload: Workload, variant: str, model: Path, log_path: Path) -
         _warm_up(server.url, model)
         for name, load in workload.loads.items():
             print(f"  load {name}", flush=True)
-            before = server_metrics.read(server.url, [PREEMPTIONS])[PREEMPTIONS]
+            before = server_metrics.read(server.url, COUNTERS)
             with server_metrics.Peaks(
                 server.url, [RUNNING, server_metrics.KV_USAGE], _SAMPLING_SECONDS
             ) as peaks:
@@ -59,9 +63,10 @@ def run_variant(workload: Workload, variant: str, model: Path, log_path: Path) -
             server.check_running(f"under load {name}")
             figures[name]["peak_running"] = peaks.highest[RUNNING]
             figures[name]["peak_kv_usage"] = peaks.highest[server_metrics.KV_USAGE]
-            figures[name]["preemptions"] = (
-                server_metrics.read(server.url, [PREEMPTIONS])[PREEMPTIONS] - before
-            )
+            after = server_metrics.read(server.url, COUNTERS)
+            grown = {counter: after[counter] - before[counter] for counter in COUNTERS}
+            figures[name]["preemptions"] = grown[PREEMPTIONS]
+            figures[name]["computed_prompt_tokens"] = grown[PROMPT_TOKENS] - grown[CACHED_TOKENS]
         return figures
 
 

@@ -111,6 +111,15 @@ class Server:
         return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=_REQUEST_SECONDS, max_retries=0)
 
     @property
+    def pid(self) -> int:
+        """The API server's process, the parent of the engine's."""
+        return self._process.pid
+
+    def check_running(self, when: str) -> None:
+        """Raise ServerError with the end of the log if the server has exited."""
+        self._process.check_running(when)
+
+    @property
     def log(self) -> str:
         return self._log_path.read_text(errors="replace")
 
