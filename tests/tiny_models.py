@@ -1,11 +1,14 @@
-"""Tiny models with seeded random weights, one for each architecture that works differently."""
+"""Small models: seeded random weights, one for each architecture that works differently; and trained ones."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -66,6 +69,28 @@ def save(name: str, directory: Path, *, scale: float = 3.0, config: PretrainedCo
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(path)
+    return path
+
+
+def first_layers(model: Path, num_layers: int, directory: Path) -> Path:
+    """Write a Llama of the trained model's first layers under ``directory`` and return its path.
+
+    What its heads attend to is as in the whole model, which takes as many times longer.
+    """
+    path = directory / f"{model.name}-{num_layers}"
+    path.mkdir()
+    weights = load_file(model / "model.safetensors")
+    kept = {
+        name: tensor
+        for name, tensor in weights.items()
+        if not name.startswith("model.layers.") or int(name.split(".")[2]) < num_layers
+    }
+    save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    config["num_hidden_layers"] = num_layers
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model / name, path / name)
     return path
 
 

@@ -17,7 +17,7 @@ from tests.engines import MODEL, Completion, complete, engine, greedy, schedulin
 from tests.integrity import check_integrity
 from tests.oracle import Oracle
 from tests.stepping import Stepper
-from tests.tiny_models import random_prompt, save
+from tests.tiny_models import first_layers, random_prompt, save
 
 pytestmark = pytest.mark.e2e
 
@@ -32,8 +32,14 @@ ASKED: list[dict[str, Any] | None] = [
 
 
 @pytest.fixture(scope="module")
-def oracle() -> Oracle:
-    return Oracle(MODEL)
+def short(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The model's first 8 of 30 layers."""
+    return str(first_layers(Path(MODEL), 8, tmp_path_factory.mktemp("models")))
+
+
+@pytest.fixture(scope="module")
+def oracle(short: str) -> Oracle:
+    return Oracle(short)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +50,7 @@ def oracle() -> Oracle:
     ],
 )
 def test_each_request_keeps_what_the_oracle_keeps(
-    settings: dict[str, Any], oracle: Oracle, text_ids: list[int]
+    settings: dict[str, Any], short: str, oracle: Oracle, text_ids: list[int]
 ) -> None:
     policy = {**SERVER, **settings}
     prompts = [text_ids[150 * i : 150 * i + length] for i, length in enumerate([300, 460, 400, 333])]
@@ -55,12 +61,14 @@ def test_each_request_keeps_what_the_oracle_keeps(
             "pin_tokens": (asked or {}).get("kv_pin_tokens", 32),
         }
         configs.append(oracle_config({**policy, **own}))
-    with engine(policy={**policy, "trace": True}, enable_prefix_caching=False) as llm:
+    with engine(short, policy={**policy, "trace": True}, enable_prefix_caching=False) as llm:
         assert_engine_agrees(llm, oracle, configs, prompts, NEW_TOKENS, extra_args=ASKED)
 
 
 @pytest.mark.parametrize("prompt_budget", [448, 1.0])
-def test_a_prompt_is_cut_once_it_is_read(prompt_budget: float, oracle: Oracle, text_ids: list[int]) -> None:
+def test_a_prompt_is_cut_once_it_is_read(
+    prompt_budget: float, short: str, oracle: Oracle, text_ids: list[int]
+) -> None:
     """In chunks of 256 tokens: under its budget nothing goes until then, over it what is over."""
     policy = {"budget": 256, "recent": 40, "score_half_life": 32.0, "score_pool": 15}
     # The last chunk of the last one, when it is alone, is one token.
@@ -77,16 +85,16 @@ def test_a_prompt_is_cut_once_it_is_read(prompt_budget: float, oracle: Oracle, t
         tokens = 2048 if prompt_budget == 1.0 else int(prompt_budget)
         configs.append(replace(config, prompt_budget_tokens=tokens, num_prompt_tokens=len(prompt)))
     settings = {**policy, "prompt_budget": prompt_budget, "trace": True}
-    with engine(policy=settings, enable_prefix_caching=False) as llm:
+    with engine(short, policy=settings, enable_prefix_caching=False) as llm:
         assert_engine_agrees(llm, oracle, configs, prompts, NEW_TOKENS, extra_args=asked)
         assert_engine_agrees(llm, oracle, configs[2:], prompts[2:], 4)
 
 
-def test_prompts_that_fit_no_longer_depend_on_where_chunks_end(text_ids: list[int]) -> None:
+def test_prompts_that_fit_no_longer_depend_on_where_chunks_end(short: str, text_ids: list[int]) -> None:
     """Cut once, a prompt has the same answer whatever else is served with it."""
     policy = {"budget": 256, "recent": 40, "score_half_life": 32.0, "score_pool": 15, "prompt_budget": 1.0}
     prompts = [text_ids[100 * i : 100 * i + length] for i, length in enumerate([700, 540, 377])]
-    with engine(policy=policy, enable_prefix_caching=False) as llm:
+    with engine(short, policy=policy, enable_prefix_caching=False) as llm:
         together = complete(llm, prompts, greedy(40))
         alone = [complete(llm, [prompt], greedy(40))[0] for prompt in prompts]
     assert [c.token_ids for c in together] == [c.token_ids for c in alone]
@@ -94,12 +102,12 @@ def test_prompts_that_fit_no_longer_depend_on_where_chunks_end(text_ids: list[in
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 def test_a_prefix_computed_without_the_policy_serves_those_under_it(
-    kernels: str, oracle: Oracle, text_ids: list[int]
+    kernels: str, short: str, oracle: Oracle, text_ids: list[int]
 ) -> None:
     """Its pinned block is shared, and has to be as if computed under the policy."""
     policy = {**SERVER, "score_half_life": 32.0, "score_pool": 15}
     prompt = text_ids[:520]
-    with engine(policy={**policy, "trace": True, "kernels": kernels}) as llm:
+    with engine(short, policy={**policy, "trace": True, "kernels": kernels}) as llm:
         # Blocks that were others' before, so that they have positions of others.
         complete(llm, [text_ids[600:1500]], greedy(300))
         complete(llm, [prompt], greedy(2, extra_args={"kv_policy": "none"}))
