@@ -28,9 +28,11 @@ IN_PARALLEL = ("-n", "2", "--dist", "loadfile")
 """Two processes, a core and a thread each; a file's tests stay together: they share what they prepare."""
 
 UNIT_TESTS = ("--ignore=tests/engine", "--ignore=tests/e2e")
-ENGINE_TESTS = ("tests/engine", "--ignore=tests/engine/test_tensor_parallel.py")
-ALL_CORES_TESTS = ("tests/engine/test_tensor_parallel.py", "tests/e2e")
-"""One after the other: they start several processes."""
+ALL_CORES_TESTS = (
+    *("tests/engine/test_tensor_parallel.py", "tests/e2e/test_endpoint.py", "tests/e2e/test_ray.py"),
+)
+"""One after the other: they start several processes that compute."""
+ENGINE_TESTS = ("tests/engine", "tests/e2e", *(f"--ignore={path}" for path in ALL_CORES_TESTS))
 
 INTERPRETED_TESTS = (
     *("tests/test_triton.py", "tests/test_triton_steps.py", "tests/test_scoring.py"),

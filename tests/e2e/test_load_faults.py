@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 from pathlib import Path
 
 import psutil
 import pytest
 
+import load_run
 import load_test
 from server_process import ServerError
 
@@ -27,13 +30,16 @@ compare:
 """
 
 
-def servers() -> set[int]:
-    """Process ids of all vLLM servers, and of their engines."""
-    found = set()
-    for process in psutil.process_iter(["pid", "cmdline"]):
-        words = " ".join(process.info["cmdline"] or ())
-        if "vllm serve" in words or "VLLM::" in words:
-            found.add(process.info["pid"])
+MARK = "VLLM_H2O_LOAD_FAULTS"
+
+
+def servers(mark: str) -> list[list[str]]:
+    """Command lines of the processes, but for this one, that were started with the mark."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            if process.pid != os.getpid() and process.environ().get(MARK) == mark:
+                found.append(process.cmdline())
     return found
 
 
@@ -41,13 +47,17 @@ def test_partial_results_stay_and_no_server_does(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(load_test, "ROOT", tmp_path)  # where logs go
     path = tmp_path / "faulty.yaml"
     path.write_text(WORKLOAD, encoding="utf-8")
-    before = servers()
+    mark = str(tmp_path)
+    monkeypatch.setenv(MARK, mark)  # children inherit it, and theirs
     options = argparse.Namespace(results=tmp_path / "found", rounds=1, add=False)
+    seen: list[list[str]] = []
+    monkeypatch.setattr(load_run, "_warm_up", lambda *args: seen.extend(servers(mark)))
     with pytest.raises(
         ServerError, match=r"(?s)the server exited while starting.*--kv-budget='7'.*Give at least"
     ):
         load_test.run(path, options)
-    assert servers() <= before
+    assert any("serve" in words for words in seen), "this can't tell servers"
+    assert servers(mark) == []
     found = json.loads((tmp_path / "found" / "faulty.json").read_text(encoding="utf-8"))
     assert found["complete"] is False
     assert list(found["rounds"][0]["servers"]) == ["good"]
