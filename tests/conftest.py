@@ -22,7 +22,12 @@ if (_worker := os.environ.get("PYTEST_XDIST_WORKER")) and hasattr(os, "sched_set
     os.sched_setaffinity(0, {_core})
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(_core)}
 
+import hypothesis
 import pytest
+
+# Examples take a while on a busy machine; a hanging test has its own timeout.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 REPOSITORY = Path(__file__).parents[1]
 

@@ -156,7 +156,7 @@ def reference_victims(case: Case, pages: Pages, row: Row, head: int, count: int)
     )
 
 
-@settings(deadline=None, max_examples=250)
+@settings(max_examples=250)
 @given(cases())
 def test_compact_equals_the_reference(case: Case) -> None:
     pages, rows = set_up(case)
@@ -173,7 +173,7 @@ def test_compact_equals_the_reference(case: Case) -> None:
 
 
 @pytest.mark.parametrize("kernels", COMPILED)
-@settings(deadline=None, max_examples=100 if INTERPRETED else 250)
+@settings(max_examples=100 if INTERPRETED else 250)
 @given(case=cases())
 def test_compiled_compaction_is_the_same_to_the_byte(kernels: str, case: Case) -> None:
     plain, rows = set_up(case)
@@ -184,7 +184,7 @@ def test_compiled_compaction_is_the_same_to_the_byte(kernels: str, case: Case) -
     assert torch.equal(raw_bytes(compiled.cache), raw_bytes(plain.cache))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(cases())
 def test_compact_keeps_its_promises(case: Case) -> None:
     """The same, without a reference: what must hold whatever the scores say."""

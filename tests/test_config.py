@@ -283,7 +283,7 @@ def test_budget_too_small_says_what_it_has_to_hold() -> None:
 shares = st.one_of(st.integers(0, 700), st.floats(0.001, 1.0))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     block_size=st.sampled_from([16, 32]),
     max_model_len=st.integers(40, 6000),

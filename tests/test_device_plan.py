@@ -36,7 +36,7 @@ def config(name: str) -> KVPolicyConfig:
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**31), name=st.sampled_from(["h2o", "snapkv"]))
 def test_both_plan_the_same(seed: int, name: str) -> None:
     policy = config(name)

@@ -19,7 +19,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import fetch_model
@@ -689,7 +689,6 @@ REPRESENTABLE = st.characters(
 )
 
 
-@settings(deadline=None)
 @example(text=UNICODE_TEXT)
 @given(text=st.text(REPRESENTABLE, max_size=200))
 def test_the_real_tokenizer_gives_any_text_back(real_tokenizer: Any, text: str) -> None:

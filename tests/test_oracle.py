@@ -356,7 +356,7 @@ def test_same_as_brute_force(models, case):
     assert (events >= 4) == (case not in ("budget_never_reached", "no_budget"))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60, derandomize=True, database=None)
 @given(data=st.data())
 def test_same_as_brute_force_for_any_schedule(models, data):
     bs = data.draw(st.sampled_from([1, 2, 4, 5]))
@@ -378,7 +378,7 @@ def test_same_as_brute_force_for_any_schedule(models, data):
 # --- invariants ----------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60, derandomize=True, database=None)
 @given(
     steps=st.lists(st.integers(1, 40), min_size=1, max_size=8),
     budget_blocks=st.integers(3, 8),

@@ -141,7 +141,7 @@ def test_total_weights_are_those_of_all_queries_that_saw_a_token(policy: Attenti
         assert total[num_queries - 1] == pytest.approx(weights.sum(), rel=1e-6)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     received=st.lists(st.floats(0, 1, width=32), min_size=1, max_size=40),
     cut=st.integers(0, 40),

@@ -211,7 +211,7 @@ class RingMachine(RuleBasedStateMachine):
 
 
 TestRing = RingMachine.TestCase
-TestRing.settings = settings(deadline=None, max_examples=120, stateful_step_count=30)
+TestRing.settings = settings(max_examples=120, stateful_step_count=30)
 
 
 def decode(ring: QueryRing, block: int, offset: int) -> tuple[int, int]:

@@ -37,7 +37,7 @@ class CountedRequest:
             self.dropped_blocks.append(oldest)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(block_size=BLOCK_SIZES, budget_blocks=st.integers(1, 9), pinned=st.integers(0, 8), steps=STEPS)
 def test_rule_equals_counting_tokens(
     block_size: int, budget_blocks: int, pinned: int, steps: list[int]
@@ -109,7 +109,7 @@ def in_flight_cases(draw: st.DrawFn) -> tuple[int, int, int, int, list[tuple[int
     return block_size, budget, max_in_flight, max_model_len, steps
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(in_flight_cases())
 def test_max_blocks_held_bounds_a_scheduler_that_frees_late(
     case: tuple[int, int, int, int, list[tuple[int, int]]],

@@ -174,7 +174,7 @@ LENGTHS = st.integers(1, 30).flatmap(lambda live: st.tuples(st.just(live), st.in
 
 
 @pytest.mark.parametrize("kernels", ALL_KERNELS)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     model=MODELS,
     lengths=st.lists(LENGTHS, min_size=1, max_size=2),
@@ -217,7 +217,7 @@ def kept_rows(draw: st.DrawFn) -> tuple[Model, list[tuple[int, int, int]]]:
 
 
 @pytest.mark.parametrize("kernels", ALL_KERNELS)
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(case=kept_rows(), seed=st.integers(0, 2**31))
 def test_decode_equals_the_reference(
     case: tuple[Model, list[tuple[int, int, int]]], seed: int, kernels: str

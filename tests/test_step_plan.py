@@ -374,7 +374,7 @@ def schedules(draw: st.DrawFn) -> tuple[KVPolicyConfig, list[list[tuple[int, int
     return cfg, steps, draw(st.sampled_from([1, 16, 40, 8192]))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(schedules(), st.booleans(), st.integers(0, 2), st.integers(0, 2))
 def test_everything_is_scored_exactly_once(
     case: tuple[KVPolicyConfig, list[list[tuple[int, int]]], int],

@@ -13,6 +13,8 @@ them the same way. A broken invariant of ours is an ``assert``, never one of the
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+_SHOWN_CHARACTERS = 100
+
 
 class H2OError(ValueError):
     """Base of every error that vllm-h2o raises for a reason outside its own code."""
@@ -20,6 +22,9 @@ class H2OError(ValueError):
 
 class ConfigError(H2OError):
     """A setting has a value we can't use.
+
+    The message shows no more than the value's beginning: requests have values, too, of any length, and the
+    message goes into answers, logs, and vLLM's search for paths, which is slow over long ones.
 
     Args:
         setting: the name the user wrote, for instance ``--kv-budget``.
@@ -29,7 +34,10 @@ class ConfigError(H2OError):
     """
 
     def __init__(self, setting: str, value: object, limit: str, fix: str) -> None:
-        super().__init__(f"{setting}={value!r}: {limit}. {fix}")
+        shown = repr(value)
+        if len(shown) > _SHOWN_CHARACTERS:
+            shown = f"{shown[:_SHOWN_CHARACTERS]}... ({len(shown)} characters)"
+        super().__init__(f"{setting}={shown}: {limit}. {fix}")
         self.setting = setting
         self.value = value
         self.limit = limit

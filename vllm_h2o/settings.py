@@ -202,7 +202,7 @@ class KVPolicySettings:
     def _preset(self, policy: type[Policy]) -> Mapping[str, Any]:
         if self.preset is None:
             return {}
-        if self.preset not in policy.presets:
+        if str(self.preset) not in policy.presets:
             known = ", ".join(sorted(policy.presets))
             raise ConfigError(
                 "--kv-preset", self.preset, f"--kv-policy {self.name} has no such preset",
@@ -219,7 +219,8 @@ class KVPolicySettings:
         if self.prompt_budget is None:
             return None
         given = num_tokens("--kv-prompt-budget", self.prompt_budget, max_model_len)
-        rounded = -(-given // block_size) * block_size
+        # No more than the longest prompt: the number has to fit into arrays.
+        rounded = -(-min(given, max(max_model_len, budget_tokens)) // block_size) * block_size
         if rounded < budget_tokens:
             raise ConfigError(
                 "--kv-prompt-budget", self.prompt_budget,
