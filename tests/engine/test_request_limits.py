@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.integrity import check_integrity
 from tests.oracle import Oracle
 from tests.stepping import Stepper
 from tests.tiny_models import first_layers, random_prompt, save
+from vllm_h2o.engine import scheduler
 
 pytestmark = pytest.mark.e2e
 
@@ -194,6 +196,24 @@ def test_limits_survive_preemption(small_pool: LLM, text_ids: list[int]) -> None
         del stepper.scheduler._preempt_request
     assert preempted, "nobody had to give way"
     assert [tokens[f"free{i}"] for i in range(5)] == alone
+
+
+def test_where_workers_know_no_limits_the_scheduler_takes_none(
+    small_pool: LLM, text_ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks would be freed that a GPU worker still reads, if a request came past the front end's checks."""
+    stepper = Stepper(small_pool)
+    params = greedy(4, extra_args={"kv_budget": 128})
+    stepper.add("here", text_ids[:100], params)
+    monkeypatch.setattr(scheduler, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    stepper.add("there", text_ids[:100], params)
+    budgets = {
+        name.rsplit("-", 1)[0]: stepper.manager.requests.of(name).budget_tokens
+        for name in stepper.scheduler.requests
+    }
+    stepper.abort("there")  # this worker does know them
+    stepper.run()
+    assert budgets == {"here": 128, "there": 256}
 
 
 @pytest.mark.parametrize(
