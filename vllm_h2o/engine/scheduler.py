@@ -62,7 +62,7 @@ class ServesPolicy(_Scheduler):
         """As vLLM's; its limits hold from its first step to its end, through preemptions."""
         is_new = request.request_id not in self.requests  # else more input of a session
         super().add_request(request)
-        # On GPUs workers keep to the policy's own, and front ends refuse others, unless they were gone around.
+        # On GPUs workers keep to the policy's own, and front ends refuse others unless they were gone around.
         extra_args = _extra_args(request) if current_platform.is_cpu() else None
         for manager in self._managers if is_new else ():
             wrong = manager.requests.add(request.request_id, extra_args, request.num_prompt_tokens)
