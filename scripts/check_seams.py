@@ -1,17 +1,20 @@
 #!/usr/bin/env python3
 """Checks the tables of extension points against the sources of a vLLM that isn't installed.
 
+    pip download vllm==0.33.0 --no-deps
     python scripts/check_seams.py vllm-0.33.0-cp38-abi3-manylinux.whl     # or a folder that has vllm/ in it
-    pip download vllm==0.33.0 --no-deps                                   # where such a wheel comes from
+    python scripts/check_seams.py WHEEL --record tests/vllm-seams/0.33.0.json
 
 Nothing of the wheel is run: modules are read as text, names are followed through imports and base classes.
-Without arguments the installed vLLM is checked.
+Without arguments the installed vLLM is checked. What is recorded, every extension point with the parameters
+that it has, is what tests/test_seams.py holds the table against where that vLLM isn't installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import json
 import sys
 import zipfile
 from collections.abc import Callable
@@ -105,6 +108,14 @@ class Sources:
 
     def mismatch(self, path: str, wanted: tuple[str, ...]) -> str | None:
         """Why an extension point ``module:name.member`` doesn't fit; None if it does."""
+        present = self.parameters_of(path)
+        if present is None:
+            return f"{path} is missing"
+        missing = set(wanted) - present
+        return f"{path} has no parameter {', '.join(sorted(missing))}" if missing else None
+
+    def parameters_of(self, path: str) -> set[str] | None:
+        """What an extension point takes, as ``parameters`` says; None if there is none."""
         module, _, names = path.partition(":")
         first, *members = names.split(".")
         found = self.find(module, first)
@@ -112,10 +123,7 @@ class Sources:
             if found is None or not isinstance(found[1], ast.ClassDef):
                 break  # what hangs on a function, such as a cache's methods, isn't in the text
             found = self.member(found[0], found[1], name)
-        if found is None:
-            return f"{path} is missing"
-        missing = set(wanted) - self.parameters(*found) if wanted else set()
-        return f"{path} has no parameter {', '.join(sorted(missing))}" if missing else None
+        return None if found is None else self.parameters(*found)
 
 
 def main() -> int:
@@ -123,7 +131,10 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("sources", nargs="*", type=Path, metavar="WHEEL", help="wheels or folders")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write down what one of them has")
     options = parser.parse_args()
+    if options.record and len(options.sources) > 1:
+        parser.error("--record takes one wheel or folder")
     from vllm_h2o.engine.seams import ALL_SEAMS
 
     installed = find_spec("vllm")
@@ -134,6 +145,9 @@ def main() -> int:
         if not source.exists():
             parser.error(f"{source} is not there")
         sources = Sources(reader(source))
+        if options.record:
+            found = {seam.path: sorted(sources.parameters_of(seam.path) or ()) for seam in ALL_SEAMS}
+            options.record.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         mismatches = [sources.mismatch(s.path, s.parameters) for s in ALL_SEAMS]
         for why in filter(None, mismatches):
             print(f"{source.name}: {why}")

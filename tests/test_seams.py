@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,10 +10,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import vllm
 
 import check_seams as check_seams_script
 from tests.engines import MODEL
-from vllm_h2o.engine.seams import ALL_SEAMS, SEAMS, Seam, check_seams
+from vllm_h2o.engine.seams import ALL_SEAMS, SEAMS, SUPPORTED_VLLM, Seam, check_seams
 from vllm_h2o.errors import SeamError
 
 
@@ -76,6 +78,31 @@ def test_the_sources_of_the_installed_vllm_match() -> None:
     assert done.returncode == 0, done.stdout
     count = len(ALL_SEAMS)
     assert f"{count} of {count} extension points match" in done.stdout
+
+
+RECORDED = sorted((Path(__file__).parent / "vllm-seams").glob("*.json"))
+
+
+def test_every_supported_version_is_recorded() -> None:
+    assert [".".join(path.stem.split(".")[:2]) for path in RECORDED] == list(SUPPORTED_VLLM)
+
+
+@pytest.mark.parametrize("record", RECORDED, ids=lambda path: path.stem)
+def test_the_table_matches_what_a_version_has(record: Path) -> None:
+    """Versions that aren't installed here, too; a new extension point has to be looked up in all of them."""
+    recorded = json.loads(record.read_text(encoding="utf-8"))
+    again = f"run scripts/check_seams.py with --record on vLLM {record.stem}"
+    assert {seam.path for seam in ALL_SEAMS} == set(recorded), again
+    for seam in ALL_SEAMS:
+        assert set(seam.parameters) <= set(recorded[seam.path]), seam.name
+
+
+def test_the_record_of_the_installed_version_is_what_it_has(tmp_path: Path) -> None:
+    """So the script's way to record is right, and nobody has written into the file by hand."""
+    command = [sys.executable, str(Path(__file__).parents[1] / "scripts" / "check_seams.py")]
+    subprocess.run([*command, "--record", str(tmp_path / "found.json")], check=True, timeout=200)
+    (record,) = [path for path in RECORDED if path.stem == vllm.__version__.split("+")[0]]
+    assert (tmp_path / "found.json").read_text() == record.read_text()
 
 
 @pytest.mark.parametrize(
