@@ -30,6 +30,7 @@ from tests.e2e.servers import (
     NUM_BLOCKS,
     Server,
 )
+from tests.http_soak import soak
 from vllm_h2o.retention import max_blocks_held
 
 pytestmark = pytest.mark.e2e
@@ -432,3 +433,10 @@ def test_disconnects_in_decode(server: Server, text: list[int]) -> None:
     # Not by running all of them to their end.
     assert time.monotonic() - started < 30
     assert_same(answer(server, text[700:945], 25), reference)
+
+
+def test_nothing_is_left_of_clients_of_all_kinds(server: Server) -> None:
+    counts = soak(server, 30, seed=1, longest_words=400)
+    kinds = ("whole", "stream", "leave", "samples", "json", "talk", "wrong")
+    assert all(counts[kind] for kind in kinds), counts
+    assert counts["evicted tokens reported"] > 0
