@@ -24,7 +24,6 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends import triton_attn
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.attn_utils import init_attn_backend, init_kv_cache
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
@@ -32,6 +31,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from schedules import Schedule, Step
 from tests.engines import MODEL
+from tests.vllm_versions import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm_h2o.engine.gpu import steps as gpu_steps
 from vllm_h2o.engine.gpu.backend import H2OFlashAttentionBackend, H2OTritonAttentionBackend
 from vllm_h2o.engine.gpu.builder import WORK_ATTRIBUTE

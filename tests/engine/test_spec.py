@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from vllm.v1.core.kv_cache_utils import is_kv_cache_spec_uniform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
+from tests.vllm_versions import is_kv_cache_spec_uniform
 from vllm_h2o.engine.spec import H2OSpec, evicting
 from vllm_h2o.layout import side_bytes_per_block
 from vllm_h2o.settings import KVPolicySettings
