@@ -28,7 +28,7 @@ _HELP = {
     "(default: the budget). A count, or a fraction of --max-model-len.",
     "recent": "Newest tokens that are never dropped: a count, or a fraction of the budget (default of h2o "
     "0.1, of snapkv 32, of random 0.5, else 0).",
-    "pin_tokens": "First tokens that are never dropped, and the only ones that prefix caching shares; "
+    "pin_tokens": "First tokens that are never dropped, and that requests share through the prefix cache; "
     "rounded up to whole blocks (default: one block).",
     "granularity": f"Drop single tokens or whole blocks: {', '.join(GRANULARITIES)} (default token).",
     "score_half_life": "Age in tokens at which a query's attention counts half in the scores (h2o; default "
