@@ -2,8 +2,8 @@
 """Lays the Python sources of another vLLM over the compiled parts of the installed one, to test with them.
 
     pip download vllm==0.33.0 --no-deps
-    python scripts/overlay_vllm.py vllm-0.33.0-cp38-abi3-manylinux.whl /tmp/vllm-0.33.0
-    PYTHONPATH=/tmp/vllm-0.33.0 python -m pytest tests/engine/test_oracle_agreement.py
+    python scripts/overlay_vllm.py vllm-0.33.0-cp38-abi3-manylinux.whl .cache/vllm-0.33.0
+    PYTHONPATH=.cache/vllm-0.33.0 python -m pytest tests/engine/test_oracle_agreement.py
 
 There is no wheel of vLLM 0.33 for CPUs. What the plugin touches is Python, so this says a lot about it; it
 says nothing about compiled kernels that changed between the two, and what is found holds for CPUs only.
