@@ -115,9 +115,12 @@ class Server:
         if status is not None:
             raise ServerError(f"the server exited {when} (status {status}).\n{self._log.failure()}")
 
-    def wait(self) -> None:
-        """Wait until the server exits by itself."""
-        self._process.wait()
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """Wait until the server exits by itself, which is a ServerError, as is waiting for longer."""
+        try:
+            self._process.wait(timeout_seconds)
+        except subprocess.TimeoutExpired as error:
+            raise ServerError(f"the server still runs after {timeout_seconds} s.") from error
         self.check_running("while serving")
 
     def stop(self) -> None:

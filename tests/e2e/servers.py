@@ -115,9 +115,9 @@ class Server:
         """The API server's process, the parent of the engine's."""
         return self._process.pid
 
-    def check_running(self, when: str) -> None:
-        """Raise ServerError with the end of the log if the server has exited."""
-        self._process.check_running(when)
+    def wait(self, timeout_seconds: float) -> None:
+        """Wait until the server exits by itself; see ``server_process.Server.wait``."""
+        self._process.wait(timeout_seconds)
 
     @property
     def log(self) -> str:

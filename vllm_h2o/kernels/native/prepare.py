@@ -109,7 +109,7 @@ class NativeStep(PreparedStep):
             return 0
         contiguous = np.ascontiguousarray(array)
         self._keep_alive.append(contiguous)
-        return contiguous.ctypes.data
+        return _data_pointer(contiguous)
 
 
 def _layer(state: LayerState) -> library.Layer:
@@ -148,9 +148,14 @@ def _has_strides(view: torch.Tensor, *expected: int) -> bool:
     return all(stride == wanted or size == 1 for stride, wanted, size in dims)
 
 
+def _data_pointer(array: npt.NDArray[Any]) -> int:
+    # Not `array.ctypes.data`: that makes an object of Python's for every address.
+    return int(array.__array_interface__["data"][0])
+
+
 def _row_addresses(table: BlockTable) -> npt.NDArray[np.uintp]:
     assert table.dtype == np.int32 and (table.shape[1] <= 1 or table.strides[1] == 4)
-    addresses = table.ctypes.data + np.arange(table.shape[0]) * table.strides[0]
+    addresses = _data_pointer(table) + np.arange(table.shape[0]) * table.strides[0]
     return addresses.astype(np.uintp)
 
 
@@ -162,7 +167,7 @@ def _score_rows(rows: ScoreRows) -> npt.NDArray[Any]:
     packed["num_live"] = rows.num_live
     packed["blocks"] = _row_addresses(rows.live_table)
     assert rows.weights.dtype == np.float32 and rows.weights.flags.c_contiguous
-    packed["weights"] = rows.weights.ctypes.data + 4 * (rows.weights.size - rows.num_queries)
+    packed["weights"] = _data_pointer(rows.weights) + 4 * (rows.weights.size - rows.num_queries)
     packed["decay"] = rows.decay
     return packed
 
