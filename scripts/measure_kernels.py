@@ -66,7 +66,9 @@ def layer(dtype: torch.dtype, *, positions: bool) -> LayerState:
         )
     )
     cache.copy_(torch.randn(cache.shape))
-    views = PagedLayer.from_cpu_cache(cache, positions=positions)
+    # As vLLM chooses for these sizes.
+    isa = "amx" if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported() else "vec"
+    views = PagedLayer.from_cpu_cache(cache, isa=isa, positions=positions)
     views.scores.uniform_()
     if views.positions is not None:
         # As after many compactions: any of the earlier tokens, in no order.

@@ -66,8 +66,9 @@ def _check_worker(stepper: Stepper, tables: dict[str, list[Any]], layer_index: i
         return
     context = runner.vllm_config.compilation_config.static_forward_context
     layers = [layer for layer in context.values() if getattr(layer.impl, "query_ring", None) is not None]
-    cache = layers[layer_index % len(layers)].kv_cache
-    views = PagedLayer.from_cpu_cache(cache, positions=manager.policy.tracks_positions)
+    layer = layers[layer_index % len(layers)]
+    tracked = manager.policy.tracks_positions
+    views = PagedLayer.from_cpu_cache(layer.kv_cache, isa=layer.isa, positions=tracked)
     assert torch.isfinite(views.scores[sorted(blocks)]).all()
     if views.positions is not None:
         # Pinned blocks, shared or not, hold the first positions in order, in every head.

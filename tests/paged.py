@@ -57,6 +57,7 @@ class Shape:
     head_size: int = 8
     dtype: torch.dtype = torch.float32
     positions: bool = False
+    isa: str = "vec"  # of CPU layouts
 
     @property
     def page_bytes(self) -> int:
@@ -106,8 +107,10 @@ class Pages:
     def __init__(self, shape: Shape, seed: int, **padding: int) -> None:
         self.shape = shape
         self.cache = padded_cache(shape, **padding)
-        view = PagedLayer.from_gpu_cache if GPU_LAYOUT else PagedLayer.from_cpu_cache
-        self.layer = view(self.cache, positions=shape.positions)
+        if GPU_LAYOUT:
+            self.layer = PagedLayer.from_gpu_cache(self.cache, positions=shape.positions)
+        else:
+            self.layer = PagedLayer.from_cpu_cache(self.cache, isa=shape.isa, positions=shape.positions)
         self.generator = torch.Generator().manual_seed(seed)
         self._cache_seed = seed
         self._ids = list(range(1, shape.num_blocks))

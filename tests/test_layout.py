@@ -19,7 +19,7 @@ def test_views_alias_disjoint_parts_of_the_cache(
 ) -> None:
     shape = Shape(num_blocks=5, num_kv_heads=3, dtype=dtype, positions=positions)
     cache = padded_cache(shape, spare_bytes=spare_bytes, offset_bytes=offset_bytes)
-    layer = PagedLayer.from_cpu_cache(cache, positions=positions)
+    layer = PagedLayer.from_cpu_cache(cache, isa="vec", positions=positions)
     views = {"keys": layer.keys, "values": layer.values, "scores": layer.scores}
     if positions:
         assert layer.positions is not None
@@ -46,7 +46,7 @@ def test_shapes_and_types_are_those_promised() -> None:
     shape = Shape(
         num_blocks=5, num_kv_heads=3, block_size=4, head_size=8, dtype=torch.bfloat16, positions=True
     )
-    layer = PagedLayer.from_cpu_cache(padded_cache(shape), positions=True)
+    layer = PagedLayer.from_cpu_cache(padded_cache(shape), isa="vec", positions=True)
     assert layer.positions is not None
     assert layer.block_size == 4
     assert (layer.keys.shape, layer.keys.dtype) == ((5, 3, 8, 4), torch.bfloat16)
@@ -64,14 +64,14 @@ def test_side_bytes_by_hand() -> None:
 def test_blocks_without_room_are_refused(positions: bool) -> None:
     cache = padded_cache(Shape(positions=positions), spare_bytes=-4)
     with pytest.raises(AssertionError, match="no room"):
-        PagedLayer.from_cpu_cache(cache, positions=positions)
+        PagedLayer.from_cpu_cache(cache, isa="vec", positions=positions)
 
 
 @pytest.mark.parametrize("positions", [False, True])
 def test_starting_blocks_resets_them_and_no_other(positions: bool) -> None:
     shape = Shape(num_blocks=6, positions=positions)
     cache = padded_cache(shape)
-    layer = PagedLayer.from_cpu_cache(cache, positions=positions)
+    layer = PagedLayer.from_cpu_cache(cache, isa="vec", positions=positions)
     cache.fill_(1.5)
     layer.scores.fill_(torch.nan)
     if layer.positions is not None:
@@ -100,11 +100,22 @@ def test_vllm_writes_where_the_views_read(
     isa: str, block_size: int, head_size: int, dtype: torch.dtype
 ) -> None:
     """vLLM picks vec16 for head sizes that aren't a multiple of 32; its writer takes either for all."""
+    check_where_vllm_writes(isa, block_size, head_size, dtype)
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="vLLM's AMX kernels need AMX")
+@pytest.mark.parametrize("head_size", [32, 64, 96, 256])
+@pytest.mark.parametrize("block_size", [32, 64, 128])
+def test_vllm_writes_tiles_where_the_views_read(block_size: int, head_size: int) -> None:
+    check_where_vllm_writes("amx", block_size, head_size, torch.bfloat16)
+
+
+def check_where_vllm_writes(isa: str, block_size: int, head_size: int, dtype: torch.dtype) -> None:
     from vllm import _custom_ops as ops
 
     shape = Shape(num_blocks=6, block_size=block_size, head_size=head_size, dtype=dtype, positions=True)
     cache = padded_cache(shape)
-    layer = PagedLayer.from_cpu_cache(cache, positions=True)
+    layer = PagedLayer.from_cpu_cache(cache, isa=isa, positions=True)
     assert layer.positions is not None
     layer.scores.fill_(0.25)
     layer.positions.fill_(-1)
@@ -121,11 +132,10 @@ def test_vllm_writes_where_the_views_read(
         key, value, *halves, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
     )
     blocks, offsets = slots // block_size, slots % block_size
-    assert torch.equal(layer.keys[blocks, :, :, offsets], key)
-    assert torch.equal(layer.values[blocks, :, offsets], value)
+    every_block = torch.arange(shape.num_blocks)
+    assert torch.equal(layer.keys_of(every_block)[blocks, :, :, offsets], key)
+    assert torch.equal(layer.values_of(every_block)[blocks, :, offsets], value)
     # It wrote nothing else: neither other slots, nor scores and positions.
-    layer.keys[blocks, :, :, offsets] = 0
-    layer.values[blocks, :, offsets] = 0
-    assert not cache.any()
+    assert int((cache != 0).sum()) == int((key != 0).sum()) + int((value != 0).sum())
     assert (layer.scores == 0.25).all()
     assert (layer.positions == -1).all()

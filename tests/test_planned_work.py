@@ -58,7 +58,7 @@ class Engine:
         shape = Shape(60, HEADS, BLOCK, HEAD_SIZE, positions=cfg.tracks_positions)
         cache = padded_cache(shape)
         cache.fill_(torch.nan)  # the null block, and whatever nobody wrote
-        self.layer = PagedLayer.from_cpu_cache(cache, positions=cfg.tracks_positions)
+        self.layer = PagedLayer.from_cpu_cache(cache, isa="vec", positions=cfg.tracks_positions)
         self.layer.scores.fill_(torch.nan)
         self.planner = StepPlanner(cfg, QueryRing(RING_SLOTS, BLOCK), None)
         ring = torch.full((RING_SLOTS * BLOCK, HEADS * GROUP, HEAD_SIZE), torch.nan)

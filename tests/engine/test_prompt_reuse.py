@@ -74,7 +74,9 @@ def kept_positions(stepper: Stepper, name: str, num_prompt_tokens: int) -> list[
     held = table[: limits.pinned_blocks] + table[limits.pinned_blocks + gone :]
     context = stepper.runner.vllm_config.compilation_config.static_forward_context
     layers = [layer for layer in context.values() if getattr(layer.impl, "query_ring", None) is not None]
-    views = PagedLayer.from_cpu_cache(layers[0].kv_cache, positions=stepper.manager.policy.tracks_positions)
+    views = PagedLayer.from_cpu_cache(
+        layers[0].kv_cache, isa=layers[0].isa, positions=stepper.manager.policy.tracks_positions
+    )
     if views.positions is None:
         return []
     blocks = torch.tensor([block.block_id for block in held])

@@ -50,7 +50,9 @@ class H2OCPUAttentionImpl(CPUAttentionBackendImpl):
             assert self._policy is not None
             state = LayerState(
                 name=layer.layer_name,
-                cache=PagedLayer.from_cpu_cache(kv_cache, positions=self._policy.tracks_positions),
+                cache=PagedLayer.from_cpu_cache(
+                    kv_cache, isa=layer.isa, positions=self._policy.tracks_positions
+                ),
                 ring=self.query_ring,
                 shape=AttentionShape(self.scale, self.logits_soft_cap or 0.0, self.sinks),
             )

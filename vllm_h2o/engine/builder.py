@@ -19,6 +19,7 @@ from vllm_h2o.engine.memory import allocate_rings, num_ring_queries
 from vllm_h2o.engine.spec import H2OSpec
 from vllm_h2o.kernels import create as create_kernels
 from vllm_h2o.kernels.base import LayerState, PreparedStep
+from vllm_h2o.layout import CPU_ISAS
 from vllm_h2o.planner import StepPlanner
 from vllm_h2o.query_ring import QueryRing, num_ring_slots
 from vllm_h2o.request_limits import RowLimits
@@ -88,12 +89,7 @@ class H2OCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         self.row_limits: Callable[[], RowLimits | None] = lambda: None
         if not isinstance(kv_cache_spec, H2OSpec):
             return
-        if self.isa == "amx":
-            # AMX packs K in pairs and V in tiles; "vec" is the layout that vllm_h2o.layout reads.
-            self.isa = "vec"
-            self._set_isa_to_layers(layer_names)
-            logger.info_once("KV policy: attention uses AVX-512 kernels instead of AMX.")
-        assert self.isa in ("vec", "vec16"), self.isa
+        assert self.isa in CPU_ISAS, self.isa
         policy = kv_cache_spec.policy
         num_slots = num_ring_slots(vllm_config.scheduler_config.max_num_seqs)
         num_queries = num_ring_queries(policy, num_slots)

@@ -90,7 +90,10 @@ class H2OCPUWorker(PolicyWorker, CPUWorker):
         evicting = [name for name, spec in self.get_kv_cache_spec().items() if isinstance(spec, H2OSpec)]
         layers = get_layers_from_vllm_config(self.vllm_config, Attention, evicting)
         tracked = self.kv_policy.tracks_positions
-        return [PagedLayer.from_cpu_cache(layer.kv_cache, positions=tracked) for layer in layers.values()]
+        return [
+            PagedLayer.from_cpu_cache(layer.kv_cache, isa=layer.isa, positions=tracked)
+            for layer in layers.values()
+        ]
 
     def _builders(self) -> list[H2OCPUMetadataBuilder]:
         """Of the groups that evict."""

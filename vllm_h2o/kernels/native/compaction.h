@@ -132,10 +132,10 @@ class Compactor {
     const int64_t source = row.blocks[from / bs], target = row.blocks[to / bs];
     from %= bs;
     to %= bs;
-    const T* key = layer.keys<T>(source, head) + from;
-    T* key_out = layer.keys<T>(target, head) + to;
-    for (int64_t d = 0; d < size; ++d) key_out[d * bs] = key[d * bs];
-    std::copy_n(layer.values<T>(source, head) + from * size, size, layer.values<T>(target, head) + to * size);
+    const T *keys = layer.keys<T>(source, head), *values = layer.values<T>(source, head);
+    T *keys_out = layer.keys<T>(target, head), *values_out = layer.values<T>(target, head);
+    for (int64_t d = 0; d < size; ++d) keys_out[layer.key_at(to, d)] = keys[layer.key_at(from, d)];
+    for (int64_t d = 0; d < size; ++d) values_out[layer.value_at(to, d)] = values[layer.value_at(from, d)];
     layer.scores(target, head)[to] = layer.scores(source, head)[from];
     if (layer.positions_offset_bytes)
       layer.positions(target, head)[to] = layer.positions(source, head)[from];

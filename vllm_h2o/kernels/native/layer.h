@@ -40,14 +40,15 @@ enum Rank : int64_t { kSum = 0, kMean, kValue, kKeys, kRandom, kAge };
 
 enum Dtype : int64_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
-// Inside a block lie, per KV head, K as [head_size, block_size] and V as [block_size, head_size]; behind
-// all heads the scores [num_kv_heads, block_size] float32, then (if tracked) positions int32 alike.
+// Inside a block lie, per KV head, K and then V, as key_at and value_at say (vllm_h2o/layout.py); behind all
+// heads the scores [num_kv_heads, block_size] float32, then (if tracked) positions int32 alike.
 struct Layer {
   char* cache;
   int64_t block_bytes;
   int64_t scores_offset_bytes;
   int64_t positions_offset_bytes;  // 0 = not tracked
   int64_t dtype;
+  int64_t for_amx;  // the layout of vLLM's AMX attention
   int64_t num_kv_heads;
   int64_t group;  // query heads per KV head
   int64_t head_size;
@@ -67,6 +68,15 @@ struct Layer {
   template <typename T>
   T* values(int64_t block, int64_t head) const {
     return keys<T>(block, head) + block_size * head_size;
+  }
+  // Where element d of the key or value at this offset lies among those of its block and head.
+  int64_t key_at(int64_t offset, int64_t d) const {
+    if (!for_amx) return d * block_size + offset;
+    return offset / 16 * 16 * head_size + d / 2 * 32 + offset % 16 * 2 + d % 2;
+  }
+  int64_t value_at(int64_t offset, int64_t d) const {
+    if (!for_amx) return offset * head_size + d;
+    return d / 16 * 16 * block_size + offset / 2 * 32 + d % 16 * 2 + offset % 2;
   }
   float* scores(int64_t block, int64_t head) const {
     return reinterpret_cast<float*>(cache + block * block_bytes + scores_offset_bytes) + head * block_size;

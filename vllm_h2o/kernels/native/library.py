@@ -10,7 +10,7 @@ import torch
 
 from vllm_h2o.kernels.native.build import BuildError, build
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Codes of the dtypes of a cache."""
@@ -25,6 +25,7 @@ class Layer(ctypes.Structure):
         ("scores_offset_bytes", c_int64),
         ("positions_offset_bytes", c_int64),
         ("dtype", c_int64),
+        ("for_amx", c_int64),
         ("num_kv_heads", c_int64),
         ("group", c_int64),
         ("head_size", c_int64),

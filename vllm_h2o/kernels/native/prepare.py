@@ -114,11 +114,16 @@ class NativeStep(PreparedStep):
 
 def _layer(state: LayerState) -> library.Layer:
     cache, ring = state.cache, state.ring
-    num_kv_heads, head_size, block_size = cache.keys.shape[1:]
+    num_kv_heads, head_size, block_size = cache.num_kv_heads, cache.head_size, cache.block_size
     bytes_of = cache.keys.element_size()
-    # What the structure leaves out has to be as the CPU layout says (vllm_h2o.layout).
-    assert _has_strides(cache.keys, 2 * head_size * block_size, block_size, 1)
-    assert _has_strides(cache.values, 2 * head_size * block_size, head_size, 1)
+    # What the structure leaves out has to be as the CPU layouts say (vllm_h2o.layout).
+    of_head = 2 * head_size * block_size
+    if cache.for_amx:
+        assert _has_strides(cache.keys, of_head, 32, 1, 16 * head_size, 2)
+        assert _has_strides(cache.values, of_head, 32, 1, 16 * block_size, 2)
+    else:
+        assert _has_strides(cache.keys, of_head, block_size, 1)
+        assert _has_strides(cache.values, of_head, head_size, 1)
     assert _has_strides(cache.scores, block_size, 1)
     assert ring.is_contiguous() and ring.dtype == cache.keys.dtype and ring.shape[2] == head_size
     sinks = state.shape.sinks
@@ -130,6 +135,7 @@ def _layer(state: LayerState) -> library.Layer:
         scores_offset_bytes=cache.scores.data_ptr() - cache.keys.data_ptr(),
         positions_offset_bytes=positions,
         dtype=library.DTYPES[cache.keys.dtype],
+        for_amx=cache.for_amx,
         num_kv_heads=num_kv_heads,
         group=ring.shape[1] // num_kv_heads,
         head_size=head_size,

@@ -1,7 +1,8 @@
 // Q times K for a few query rows and one panel of slots, and how both are packed for it.
 //
 // Floats: any dtype, converted while packing. Pairs: bfloat16 with the machine's dot product; products of
-// bfloat16 are exact in float32 and are summed there, so nothing is lost against float32.
+// bfloat16 are exact in float32 and are summed there, so nothing is lost against float32. Tiles: the same by
+// AMX, where vLLM has packed the keys for it already.
 
 #pragma once
 
@@ -13,20 +14,31 @@
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
 #endif
+#if defined(__AMX_BF16__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace h2o {
 
 constexpr int kPanel = 2 * kLanes;  // slots whose logits are computed together
-constexpr int kRows = 8;            // query rows whose logits stay in registers
 
-// Each product packs keys as [panel][dims()][kPanel] and queries as [dims()][kRows] of its Element.
+// Products take keys as [dims()][kPanel] and queries as [dims()][kRows] of their Element.
 struct FloatProduct {
   typedef float Element;
-  static int64_t dims(int64_t head_size) { return head_size; }
+  static constexpr int kRows = 8;  // query rows whose logits stay in registers
+  static constexpr bool kInPlace = false;  // whether it takes keys as they lie in the cache
+  struct Setup {  // exists while a thread multiplies
+    Setup() {}
+  };
 
-  template <typename T>
-  static Element key(const T* column, int64_t d, int64_t stride) {
-    return float(column[d * stride]);
+  static int64_t dims(int64_t head_size) { return head_size; }
+  static int64_t query_at(int64_t d, int64_t r, int64_t) { return d * kRows + r; }
+
+  // Element d of a vector whose i-th number is vector[at(i)].
+  template <typename T, typename At>
+  static Element element(const T* vector, int64_t d, At at) {
+    return float(vector[at(d)]);
   }
 
   // logits[r * stride + i] = q_r . k_i
@@ -51,12 +63,14 @@ struct FloatProduct {
 };
 
 #if defined(__AVX512BF16__)
-struct PairProduct {
+struct PairProduct : FloatProduct {
   typedef uint32_t Element;
+
   static int64_t dims(int64_t head_size) { return head_size / 2; }
 
-  static Element key(const BFloat16* column, int64_t d, int64_t stride) {
-    return column[2 * d * stride].bits | uint32_t(column[(2 * d + 1) * stride].bits) << 16;
+  template <typename At>
+  static Element element(const BFloat16* vector, int64_t d, At at) {
+    return vector[at(2 * d)].bits | uint32_t(vector[at(2 * d + 1)].bits) << 16;
   }
 
   static void multiply(const Element* keys, const Element* queries, int64_t dims, float* logits,
@@ -79,6 +93,54 @@ struct PairProduct {
       _mm512_storeu_ps(logits + r * stride, low[r]);
       _mm512_storeu_ps(logits + r * stride + kLanes, high[r]);
     }
+  }
+};
+#endif
+
+#if defined(__AMX_BF16__)
+// Keys lie as [2][dims()][kLanes] pairs: two tiles' worth of slots. Head sizes are multiples of 32, as vLLM
+// sees to for this layout.
+struct TileProduct : PairProduct {
+  static constexpr int kRows = 16;
+  static constexpr bool kInPlace = true;
+
+  struct Config {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16};
+  };
+  struct Setup {
+    Setup() {
+      alignas(64) static constexpr Config config;
+      _tile_loadconfig(&config);
+    }
+    ~Setup() { _tile_release(); }
+  };
+
+  // Linux lets a process use tiles once it has asked. vLLM's attention has, where it uses them.
+  static bool permitted() {
+    constexpr int kRequest = 0x1023, kTileData = 18;
+    static const bool granted = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+    return granted;
+  }
+
+  static int64_t query_at(int64_t d, int64_t r, int64_t dims) { return r * dims + d; }
+
+  static void multiply(const Element* keys, const Element* queries, int64_t dims, float* logits,
+                       int64_t stride) {
+    const int64_t query_bytes = dims * sizeof(Element);
+    asm volatile("" ::: "memory");  // the compiler doesn't know that tiles are loaded from what it has to store
+    _tile_zero(0);
+    _tile_zero(1);
+    for (int64_t d = 0; d < dims; d += kLanes) {
+      _tile_loadd(2, queries + d, query_bytes);
+      _tile_loadd(3, keys + d * kLanes, 64);
+      _tile_loadd(4, keys + (dims + d) * kLanes, 64);
+      _tile_dpbf16ps(0, 2, 3);
+      _tile_dpbf16ps(1, 2, 4);
+    }
+    _tile_stored(0, logits, stride * sizeof(float));
+    _tile_stored(1, logits + kLanes, stride * sizeof(float));
   }
 };
 #endif

@@ -56,8 +56,13 @@ class Ranker {
 
  private:
   static float value_norm(const Layer& layer, int64_t block, int64_t head, int64_t offset) {
-    const T* value = layer.values<T>(block, head) + offset * layer.head_size;
-    return sum_of(layer.head_size, [value](int64_t d) { return std::abs(float(value[d])); });
+    const T* value = layer.values<T>(block, head) + layer.value_at(offset, 0);
+    if (!layer.for_amx) return sum_of(layer.head_size, [value](int64_t d) { return std::abs(float(value[d])); });
+    constexpr int kRow = 16;  // numbers of a token that a tile's rows hold
+    float parts[kRow] = {};
+    for (int64_t d = 0; d < layer.head_size; d += kRow)
+      for (int i = 0; i < kRow; ++i) parts[i] += std::abs(float(value[d * layer.block_size + 2 * i]));
+    return sum_of(kRow, [&parts](int64_t i) { return parts[i]; });
   }
 
   // 1 - cos(key, mean of the normalised keys).
@@ -66,9 +71,9 @@ class Ranker {
     anchor_.assign(size, 0.0f);
     directions_.resize(row.num_live * size);
     for (int64_t slot = 0; slot < row.num_live; ++slot) {
-      const T* key = layer.keys<T>(row.blocks[slot / bs], head) + slot % bs;
+      const T* keys = layer.keys<T>(row.blocks[slot / bs], head);
       float* direction = &directions_[slot * size];
-      for (int64_t d = 0; d < size; ++d) direction[d] = key[d * bs];
+      for (int64_t d = 0; d < size; ++d) direction[d] = keys[layer.key_at(slot % bs, d)];
       normalise(direction, size);
       for (int64_t d = 0; d < size; ++d) anchor_[d] += direction[d];
     }

@@ -18,7 +18,7 @@
 
 namespace h2o {
 
-constexpr int kTileRows = 2 * kRows;  // query rows that use a panel of K while it is in the L1 cache
+constexpr int kTileRows = 16;         // query rows that use a panel of K while it is in the L1 cache
 constexpr int64_t kMinSegment = 16;   // queries
 constexpr int64_t kMaxSegments = 8;
 constexpr int64_t kMaxSums = int64_t(4) << 20;  // floats of partial sums, but for a single longer row
@@ -34,10 +34,9 @@ inline int64_t seen_by(const ScoreRow& row, int64_t query) {
   return row.num_live - row.num_queries + query + 1;
 }
 
-template <typename T>
+template <typename T, typename Product>
 class SegmentScorer {
  public:
-  typedef typename ProductOf<T>::Type Product;
   typedef typename Product::Element Element;
 
   // sums[0 .. whole_panels(seen_by(end - 1))) = what queries [begin, end) give to each slot.
@@ -45,10 +44,11 @@ class SegmentScorer {
              int64_t end, float* sums) {
     const int64_t num_slots = seen_by(row, end - 1), width = whole_panels(num_slots);
     const int64_t dims = Product::dims(layer.head_size), group = layer.group;
-    keys_.reserve(width * dims);
+    const int64_t stride = width + kLanes;  // rows of a power of two bytes would share few lines of the cache
     queries_.reserve(kTileRows * dims);
-    logits_.reserve(kTileRows * width);
-    pack_keys(layer, row, head, num_slots);
+    logits_.reserve(kTileRows * stride);
+    find_keys(layer, row, head, num_slots);
+    const typename Product::Setup setup;
     std::fill(sums, sums + width, 0.0f);
     // Row i of a head's query rows is its query head i % group of query i / group.
     for (int64_t first = begin * group; first < end * group; first += kTileRows) {
@@ -56,34 +56,59 @@ class SegmentScorer {
       const int64_t padded = whole_panels(seen_by(row, (first + num_rows - 1) / group));
       pack_queries(layer, queries, head, first, num_rows);
       for (int64_t slot = 0; slot < padded; slot += kPanel)
-        for (int64_t r = 0; r < num_rows; r += kRows)
-          Product::multiply(&keys_[slot * dims], &queries_[r * dims], dims, &logits_[r * width + slot],
-                            width);
+        for (int64_t r = 0; r < num_rows; r += Product::kRows)
+          Product::multiply(panels_[slot / kPanel], &queries_[r * dims], dims, &logits_[r * stride + slot],
+                            stride);
       float factors[kTileRows];
       for (int64_t r = 0; r < num_rows; ++r) {
         const int64_t query = (first + r) / group, query_head = head * group + (first + r) % group;
         factors[r] = row.weights[query] /
-                     exponentiate(layer, &logits_[r * width], seen_by(row, query), padded, query_head);
+                     exponentiate(layer, &logits_[r * stride], seen_by(row, query), padded, query_head);
       }
       for (int64_t slot = 0; slot < padded; slot += kLanes) {
         Floats sum = load(sums + slot);
-        for (int64_t r = 0; r < num_rows; ++r) sum += factors[r] * load(&logits_[r * width + slot]);
+        for (int64_t r = 0; r < num_rows; ++r) sum += factors[r] * load(&logits_[r * stride + slot]);
         store(sums + slot, sum);
       }
     }
   }
 
  private:
+  // panels_: where the keys of each panel of slots are.
+  void find_keys(const Layer& layer, const ScoreRow& row, int64_t head, int64_t num_slots) {
+    const int64_t bs = layer.block_size, dims = Product::dims(layer.head_size);
+    panels_.clear();
+    if constexpr (Product::kInPlace) {
+      // Blocks are whole panels. Keys behind the last slot may be anything: so are their logits, which are
+      // not used.
+      for (int64_t slot = 0; slot < num_slots; slot += kPanel) {
+        const T* keys = layer.keys<T>(row.blocks[slot / bs], head) + layer.key_at(slot % bs, 0);
+        panels_.push_back(reinterpret_cast<const Element*>(keys));
+      }
+      return;
+    }
+    keys_.reserve(whole_panels(num_slots) * dims);
+    pack_keys(layer, row, head, num_slots);
+    for (int64_t slot = 0; slot < num_slots; slot += kPanel) panels_.push_back(&keys_[slot * dims]);
+  }
+
   void pack_keys(const Layer& layer, const ScoreRow& row, int64_t head, int64_t num_slots) {
     const int64_t bs = layer.block_size, dims = Product::dims(layer.head_size);
     for (int64_t slot = 0; slot < num_slots;) {
       // A run of slots inside one block and one panel.
       const int64_t offset = slot % bs, lane = slot % kPanel;
       const int64_t run = std::min({bs - offset, kPanel - lane, num_slots - slot});
-      const T* in = layer.keys<T>(row.blocks[slot / bs], head) + offset;
+      const T* in = layer.keys<T>(row.blocks[slot / bs], head);
       Element* out = &keys_[(slot - lane) * dims + lane];
-      for (int64_t d = 0; d < dims; ++d)
-        for (int64_t i = 0; i < run; ++i) out[d * kPanel + i] = Product::key(in + i, d, bs);
+      const auto pack = [&](auto key_at) {
+        for (int64_t d = 0; d < dims; ++d)
+          for (int64_t i = 0; i < run; ++i)
+            out[d * kPanel + i] = Product::element(in, d, [&](int64_t at) { return key_at(offset + i, at); });
+      };
+      if (layer.for_amx)
+        pack([&layer](int64_t at, int64_t d) { return layer.key_at(at, d); });
+      else  // the same, but the compiler sees what is contiguous
+        pack([bs](int64_t at, int64_t d) { return d * bs + at; });
       slot += run;
     }
     // The rest of the last panel: its logits are not used, but what is computed should be harmless.
@@ -93,16 +118,19 @@ class SegmentScorer {
 
   void pack_queries(const Layer& layer, const Queries& queries, int64_t head, int64_t first,
                     int64_t num_rows) {
+    constexpr int kRows = Product::kRows;
     const int64_t dims = Product::dims(layer.head_size), group = layer.group;
     for (int64_t r = 0; r < num_rows; ++r) {
       const int64_t query = (first + r) / group, query_head = head * group + (first + r) % group;
       const char* token = queries.data + query * queries.token_bytes;
       const T* in = reinterpret_cast<const T*>(token) + query_head * layer.head_size;
-      Element* out = &queries_[r / kRows * kRows * dims + r % kRows];
-      for (int64_t d = 0; d < dims; ++d) out[d * kRows] = Product::key(in, d, 1);
+      for (int64_t d = 0; d < dims; ++d)
+        queries_[r / kRows * kRows * dims + Product::query_at(d, r % kRows, dims)] =
+            Product::element(in, d, [](int64_t at) { return at; });
     }
     for (int64_t r = num_rows; r % kRows; ++r)
-      for (int64_t d = 0; d < dims; ++d) queries_[r / kRows * kRows * dims + d * kRows + r % kRows] = 0;
+      for (int64_t d = 0; d < dims; ++d)
+        queries_[r / kRows * kRows * dims + Product::query_at(d, r % kRows, dims)] = 0;
   }
 
   // Turns products into probabilities times the denominator, which is returned.
@@ -117,26 +145,33 @@ class SegmentScorer {
     }
     // Overwrites, so that nothing behind a row's end can spread.
     std::fill(logits + num_seen, logits + padded, kNone);
-    Floats most = load(logits);
-    for (int64_t i = kLanes; i < padded; i += kLanes) most = max(most, load(logits + i));
+    // Two halves of a panel at a time: each waits for its own last result only.
+    Floats low = load(logits), high = load(logits + kLanes);
+    for (int64_t i = kPanel; i < padded; i += kPanel) {
+      low = max(low, load(logits + i));
+      high = max(high, load(logits + i + kLanes));
+    }
     const float sink = layer.sinks ? layer.sinks[query_head] * kLog2E : kNone;
-    const float top = std::max(max_lane(most) * scale, sink);
-    Floats total{};
-    for (int64_t i = 0; i < padded; i += kLanes) {
-      const Floats p = exp2(load(logits + i) * scale - top);
+    const float top = std::max(max_lane(max(low, high)) * scale, sink);
+    low = high = Floats{};
+    for (int64_t i = 0; i < padded; i += kPanel) {
+      const Floats p = exp2(load(logits + i) * scale - top), q = exp2(load(logits + i + kLanes) * scale - top);
       store(logits + i, p);
-      total += p;
+      store(logits + i + kLanes, q);
+      low += p;
+      high += q;
     }
     std::fill(logits + num_seen, logits + padded, 0.0f);
-    return sum_lanes(total) + (layer.sinks ? std::exp2(sink - top) : 0.0f);
+    return sum_lanes(low + high) + (layer.sinks ? std::exp2(sink - top) : 0.0f);
   }
 
+  std::vector<const Element*> panels_;
   Buffer<Element> keys_, queries_;
   Buffer<float> logits_;
 };
 
 // Scores rows in groups whose partial sums fit kMaxSums.
-template <typename T>
+template <typename T, typename Product>
 class RowScorer {
  public:
   // Adds the attention of all rows' queries to the stored scores. No two rows may have blocks in common.
@@ -184,7 +219,7 @@ class RowScorer {
     const int64_t num_heads = heads_.size(), num_pieces = pieces_.size();
 #pragma omp parallel
     {
-      static thread_local SegmentScorer<T> scorer;
+      static thread_local SegmentScorer<T, Product> scorer;
       // Last first: under a causal mask a prompt's last segment is its longest.
 #pragma omp for schedule(dynamic)
       for (int64_t i = num_pieces - 1; i >= 0; --i) {
@@ -224,7 +259,7 @@ class RowScorer {
 inline int64_t scratch_bytes(int64_t num_live, int64_t num_kv_heads, int64_t head_size, int64_t threads) {
   const int64_t slots = whole_panels(num_live);
   const int64_t sums = std::max(kMaxSums, num_kv_heads * kMaxSegments * slots);
-  return int64_t(sizeof(float)) * (sums + threads * slots * (head_size + kTileRows));
+  return int64_t(sizeof(float)) * (sums + threads * (slots * (head_size + kTileRows) + kTileRows * kLanes));
 }
 
 }  // namespace h2o

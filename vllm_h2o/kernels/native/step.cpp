@@ -32,13 +32,21 @@ void start_blocks(const Layer& layer, const Step& step) {
     }
 }
 
-template <typename T>
+template <typename T, typename Product = typename ProductOf<T>::Type>
 void after_attention(const Layer& layer, const Step& step, const Queries& batch) {
-  static RowScorer<T> scorer;  // layers come one after the other; its buffers grow to the longest row
+  static RowScorer<T, Product> scorer;  // layers come one after the other; its buffers grow to the longest row
   const ScoreRow* rows = step.score_rows;
   scorer.score(layer, step, rows, rows + step.num_early_rows, batch);
   scorer.score(layer, step, rows + step.num_early_rows, rows + step.num_score_rows, batch);
   if (step.num_drop_rows) drop_tokens<T>(layer, step);
+}
+
+void after_attention_in_bfloat16(const Layer& layer, const Step& step, const Queries& batch) {
+#if defined(__AMX_BF16__)
+  if (layer.for_amx && layer.head_size % 32 == 0 && TileProduct::permitted())
+    return after_attention<BFloat16, TileProduct>(layer, step, batch);
+#endif
+  after_attention<BFloat16>(layer, step, batch);
 }
 
 }  // namespace h2o
@@ -46,7 +54,7 @@ void after_attention(const Layer& layer, const Step& step, const Queries& batch)
 extern "C" {
 
 // Changed whenever the structures or their meaning change; Python checks it.
-int64_t h2o_abi_version() { return 3; }
+int64_t h2o_abi_version() { return 4; }
 
 int64_t h2o_scratch_bytes(int64_t num_live, int64_t num_kv_heads, int64_t head_size) {
   return h2o::scratch_bytes(num_live, num_kv_heads, head_size, omp_get_max_threads());
@@ -60,7 +68,7 @@ void h2o_after_attention(const h2o::Layer* layer, const h2o::Step* step, const v
   h2o::start_blocks(*layer, *step);
   switch (layer->dtype) {
     case h2o::kFloat32: return h2o::after_attention<float>(*layer, *step, batch);
-    case h2o::kBFloat16: return h2o::after_attention<h2o::BFloat16>(*layer, *step, batch);
+    case h2o::kBFloat16: return h2o::after_attention_in_bfloat16(*layer, *step, batch);
     default: return h2o::after_attention<h2o::Float16>(*layer, *step, batch);
   }
 }

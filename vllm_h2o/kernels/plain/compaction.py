@@ -127,8 +127,4 @@ def _move(layer: PagedLayer, plan: Compaction, source: torch.Tensor, target: tor
     bs = layer.block_size
     from_blocks = plan.blocks[rows, from_slots // bs]
     to_blocks = plan.blocks[to_rows, to_slots // bs]
-    from_offsets, to_offsets = from_slots % bs, to_slots % bs
-    layer.keys[to_blocks, heads, :, to_offsets] = layer.keys[from_blocks, heads, :, from_offsets]
-    for view in (layer.values, layer.scores, layer.positions):
-        if view is not None:
-            view[to_blocks, heads, to_offsets] = view[from_blocks, heads, from_offsets]
+    layer.move(heads, (from_blocks, from_slots % bs), (to_blocks, to_slots % bs))

@@ -46,7 +46,7 @@ def token_ranks(
         return torch.zeros_like(scores)
     if rule.by == "value":
         # Row by row: the values of all rows together may be large.
-        norms = torch.stack([layer.values[row].float().abs_().sum(dim=3) for row in blocks])
+        norms = torch.stack([layer.values_of(row).float().abs_().sum(dim=3) for row in blocks])
         return scores * _by_slot(norms)
     if rule.by == "mean":
         assert positions is not None, "mean needs positions"
@@ -78,7 +78,7 @@ def _by_slot(of_blocks: torch.Tensor) -> torch.Tensor:
 
 def _key_difference(layer: PagedLayer, blocks: torch.Tensor, is_live: torch.Tensor) -> torch.Tensor:
     """``[H, S]``, one row: 1 - cos(key, mean of the normalised live keys)."""
-    keys = layer.keys[blocks].float().permute(1, 0, 3, 2).flatten(1, 2)  # [H, S, D]
+    keys = layer.keys_of(blocks).float().permute(1, 0, 3, 2).flatten(1, 2)  # [H, S, D]
     directions = torch.nn.functional.normalize(keys.masked_fill(~is_live[:, None], 0), dim=2)
     anchor = torch.nn.functional.normalize(directions.sum(dim=1, keepdim=True), dim=2)
     return 1 - (directions * anchor).sum(dim=2)

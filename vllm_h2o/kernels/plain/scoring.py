@@ -84,11 +84,11 @@ def score_decode(layer: PagedLayer, ring: torch.Tensor, flush: DecodeFlush, shap
         ring: ``[num_slots, bs, num_heads, head_size]``, the kept queries.
     """
     num_rows, num_cols = flush.blocks.shape
-    num_kv_heads, head_size, bs = layer.keys.shape[1:]
+    num_kv_heads, head_size, bs = layer.num_kv_heads, layer.head_size, layer.block_size
     group = ring.shape[2] // num_kv_heads
     num_slots = num_cols * bs
     # [R, M, H, D, bs] -> [R * H, D, M * bs]
-    keys = layer.keys[flush.blocks].permute(0, 2, 3, 1, 4).reshape(-1, head_size, num_slots).float()
+    keys = layer.keys_of(flush.blocks).permute(0, 2, 3, 1, 4).reshape(-1, head_size, num_slots).float()
     # A weight of 0 alone would let NaN through that an earlier owner of the slot may have left.
     queries = ring[flush.ring_slots].masked_fill_(flush.weights[:, :, None, None] == 0, 0)
     # [R, bs, H, G, D] -> [R * H, bs * G, D]
@@ -116,11 +116,11 @@ def score_prefill(layer: PagedLayer, query: torch.Tensor, chunk: PrefillChunk, s
         layer: views of the layer's cache, the chunk's keys included; its scores change.
         query: ``[num_tokens, num_heads, head_size]``, the whole batch.
     """
-    num_kv_heads, head_size, bs = layer.keys.shape[1:]
+    num_kv_heads, head_size, bs = layer.num_kv_heads, layer.head_size, layer.block_size
     group = query.shape[1] // num_kv_heads
     num_live, num_queries = chunk.num_live, chunk.num_queries
     keys = torch.empty(num_kv_heads, head_size, chunk.blocks.numel(), bs, device=query.device)
-    keys.copy_(layer.keys[chunk.blocks].permute(1, 2, 0, 3))
+    keys.copy_(layer.keys_of(chunk.blocks).permute(1, 2, 0, 3))
     keys = keys.flatten(2)
     added = keys.new_zeros(num_kv_heads, keys.shape[2])
     tile_queries = max(1, min(QUERY_TILE, TILE_BYTES // (4 * query.shape[1] * num_live)))
