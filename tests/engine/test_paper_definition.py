@@ -21,11 +21,21 @@ EVICTED = (PROMPT_TOKENS - BUDGET) // BLOCK + 1
 KEPT = PROMPT_TOKENS - EVICTED * BLOCK
 
 
+WRONG = {"float32": 0.001, "bfloat16": 0.02}
+"""Most of the kept tokens that may be others than in float32. In bfloat16 attention may use AMX, with a
+cache laid out for it: reading that wrongly would make most of them others."""
+
+
+@pytest.fixture(scope="module", params=WRONG)
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def traced(text_ids: list[int]) -> tuple[list[int], RequestTrace]:
+def traced(text_ids: list[int], dtype: str) -> tuple[list[int], RequestTrace]:
     """Tokens that were fed, and what the engine kept: the whole prompt in one chunk, nothing pinned."""
     policy = {"budget": BUDGET, "pin_tokens": 0, "trace": True}
-    with engine(policy=policy, enable_prefix_caching=False, max_num_batched_tokens=512) as llm:
+    with engine(policy=policy, enable_prefix_caching=False, max_num_batched_tokens=512, dtype=dtype) as llm:
         (completion,) = complete(llm, [text_ids[:PROMPT_TOKENS]], greedy(NEW_TOKENS))
         (trace,) = take_traces(llm)
     assert trace.step_sizes == [PROMPT_TOKENS] + [1] * (NEW_TOKENS - 1)
@@ -55,7 +65,7 @@ def halves(scores: torch.Tensor, num_kept: int) -> torch.Tensor:
 
 @torch.no_grad()
 def test_prompt_and_decoding_keep_what_the_paper_says(
-    traced: tuple[list[int], RequestTrace], model: Any
+    traced: tuple[list[int], RequestTrace], model: Any, dtype: str
 ) -> None:
     fed, trace = traced
     num_kv_heads = model.config.num_key_value_heads
@@ -99,4 +109,4 @@ def test_prompt_and_decoding_keep_what_the_paper_says(
         num_kept = positions[0].shape[1] - BLOCK
     # Sums that are equal but for rounding may fall either way.
     total = 2 * len(layers) * num_kv_heads * KEPT
-    assert num_wrong <= total / 1000, f"{num_wrong} of {total}"
+    assert num_wrong <= WRONG[dtype] * total, f"{num_wrong} of {total}"
